@@ -1,0 +1,1 @@
+"""Low-communication pre-training with model merging, for Flower."""
