@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isoloco_flwr.records import tensors_from_record
 
-__all__ = ["MeanAccumulator", "BadReplyError", "Reply", "in_order", "read_reply"]
+__all__ = ["BadReplyError", "MeanAccumulator", "Reply", "in_order", "read_reply"]
 
 Weighting = Literal["uniform", "examples"]
 

@@ -1,0 +1,33 @@
+# Everything here needs only Python >= 3.11; `make` works from any folder with `make -C`.
+PYTHON ?= python3
+STRATEGY ?= isoloco
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)  ## Train a small Llama with IsoLoCo on 8 virtual clients: make demo [STRATEGY=diloco]
+	$(BIN)/python -m simulations.demo --strategy $(STRATEGY)
+
+test: lint  ## Lint, then all tests but those that need a GPU or many minutes
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+lint: $(READY)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## Speed and memory against named peers; writes benchmarks/results/
+	$(BIN)/python -m benchmarks.merging
+
+clean:  ## Remove the environment and what the tools leave behind; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, PYTHON=... names one")'
+	$(PYTHON) -m venv $(VENV)
+	@echo 'Installing what is needed into $(VENV) (once; a few minutes) ...'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[simulation,pretraining,dev]'
+	touch $@

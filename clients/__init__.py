@@ -1,0 +1,1 @@
+"""The ClientApp: H inner steps of pre-training a round."""

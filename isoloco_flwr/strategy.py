@@ -1,0 +1,549 @@
+"""`MergeStrategy`, an outer step on merged pseudo-gradients for Flower, and its presets."""
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from logging import ERROR, INFO, WARNING
+from typing import Any, Literal, get_args
+
+import torch
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    Metadata,
+    MetricRecord,
+    RecordDict,
+)
+from flwr.serverapp import Grid
+from flwr.serverapp.exception import AggregationError
+from flwr.serverapp.strategy import FedAvg, Result
+from flwr.supercore import log
+from torch import Tensor
+
+from isoloco_flwr.aggregation import (
+    BadReplyError,
+    MeanAccumulator,
+    Reply,
+    Weighting,
+    in_order,
+    read_reply,
+)
+from isoloco_flwr.grid import StreamingGrid
+from isoloco_flwr.merging import METHODS, check_options
+from isoloco_flwr.outer import OuterOptimizer
+from isoloco_flwr.presets import PRESETS
+from isoloco_flwr.records import record_from_tensors, tensors_from_record
+
+__all__ = ["DiLoCo", "IsoC", "IsoLoCo", "LocalSGD", "MergeStrategy"]
+
+Orthogonalize = Literal["gradient", "update"]
+
+BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
+"""Names of batch-norm statistics, which are averaged and never stepped."""
+
+
+@dataclass
+class _Round:
+    """What a round's replies are held against."""
+
+    number: int
+    reference: dict[str, Tensor]
+    """Parameters sent: views of the record's bytes."""
+    positions: dict[int, int]
+    """Place of each node asked, by node id; replies are added up in this order."""
+    questions: dict[int, Metadata]
+    """Metadata of the message sent to each node."""
+    num_bytes: int
+    """Bytes of parameters sent to all nodes together."""
+
+
+@dataclass
+class _Tally:
+    """What came back in a round."""
+
+    used: int = 0
+    rejected: int = 0
+    num_bytes: int = 0
+    """Bytes of parameters in the replies used."""
+    answered: set[int] = field(default_factory=set)
+    """Nodes that answered, well or badly."""
+
+
+class _Stopwatch:
+    """Time spent, without the time spent waiting for the next reply."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._waited = 0.0
+
+    def pausing(self, replies: Iterable[Message]) -> Iterator[Message]:
+        iterator = iter(replies)
+        while True:
+            pause = time.perf_counter()
+            message = next(iterator, None)
+            self._waited += time.perf_counter() - pause
+            if message is None:
+                return
+            yield message
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._start - self._waited
+
+
+class MergeStrategy(FedAvg):
+    """Merge the workers' pseudo-gradients and take one outer optimizer step.
+
+    A drop-in for Flower's `FedAvg`: any ClientApp that answers with full parameters under one
+    ArrayRecord works unchanged. With θ the parameters sent and θ_r those a worker r came back
+    with, its pseudo-gradient is Δ_r = θ - θ_r; the merge turns all Δ_r into one, parameter by
+    parameter, and the outer optimizer steps θ along it (IsoLoCo, arXiv 2607.03011).
+
+    Parameters
+    ----------
+    fraction_train : float (default: 1.0)
+        As in `FedAvg`, like all parameters down to `evaluate_metrics_aggr_fn`.
+    fraction_evaluate : float (default: 1.0)
+        As in `FedAvg`.
+    min_train_nodes : int (default: 2)
+        As in `FedAvg`.
+    min_evaluate_nodes : int (default: 2)
+        As in `FedAvg`.
+    min_available_nodes : int (default: 2)
+        As in `FedAvg`.
+    weighted_by_key : str (default: "num-examples")
+        As in `FedAvg`; weighs the parameters only with `weighting="examples"`.
+    arrayrecord_key : str (default: "arrays")
+        As in `FedAvg`.
+    configrecord_key : str (default: "config")
+        As in `FedAvg`.
+    train_metrics_aggr_fn : Optional[callable] (default: None)
+        As in `FedAvg`, but the records it is given hold the metrics only: parameters are freed as
+        they are added up.
+    evaluate_metrics_aggr_fn : Optional[callable] (default: None)
+        As in `FedAvg`.
+    merge : str (default: "iso_c")
+        Name of a merge in `isoloco_flwr.merging.METHODS`.
+    merge_options : Optional[Mapping[str, object]] (default: None)
+        Options of the merge; those left out take its defaults.
+    outer_lr : float (default: 1.8)
+        Learning rate of the outer step, > 0.
+    outer_momentum : float (default: 0.8)
+        Momentum of the outer step, 0 <= momentum < 1; 0 keeps no state.
+    nesterov : bool (default: True)
+        Nesterov's momentum; False is heavy-ball.
+    orthogonalize : {"gradient", "update"} (default: "gradient")
+        Whether the merge comes before the momentum or, for merges of the mean only, after it.
+    weighting : {"uniform", "examples"} (default: "uniform")
+        Whether all replies weigh the same or what `weighted_by_key` says.
+    average_only : Sequence[str]
+        Patterns (`fnmatch`) of names that take the workers' mean value, without merge, outer
+        learning rate or momentum. Default: batch-norm statistics. Integer and bool arrays are
+        always treated so, and rounded back to their dtype.
+    exclude : Sequence[str] (default: ())
+        Patterns of names whose matrices are averaged, not merged, before the outer step.
+    min_train_replies : int (default: 1)
+        Good replies below which a round leaves the model and the momentum untouched.
+    device : Optional[str | torch.device] (default: None)
+        Where merges and outer steps are computed; None is the CPU.
+    seed : int (default: 0)
+        Decides which nodes are sampled; nodes are numbered in the order of their registration.
+    node_timeout : float (default: 3600.0)
+        Seconds to wait for enough nodes before the run ends with a `TimeoutError`.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of range, with the value and what is allowed.
+
+    Examples
+    --------
+    >>> from isoloco_flwr import IsoLoCo
+    >>> strategy = IsoLoCo(fraction_train=1.0, min_train_nodes=8)
+    """
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: (Callable[[list[RecordDict], str], MetricRecord] | None) = None,
+        evaluate_metrics_aggr_fn: (Callable[[list[RecordDict], str], MetricRecord] | None) = None,
+        *,
+        merge: str = "iso_c",
+        merge_options: Mapping[str, object] | None = None,
+        outer_lr: float = 1.8,
+        outer_momentum: float = 0.8,
+        nesterov: bool = True,
+        orthogonalize: Orthogonalize = "gradient",
+        weighting: Weighting = "uniform",
+        average_only: Sequence[str] = BUFFERS,
+        exclude: Sequence[str] = (),
+        min_train_replies: int = 1,
+        device: str | torch.device | None = None,
+        seed: int = 0,
+        node_timeout: float = 3600.0,
+    ) -> None:
+        super().__init__(
+            fraction_train=fraction_train,
+            fraction_evaluate=fraction_evaluate,
+            min_train_nodes=min_train_nodes,
+            min_evaluate_nodes=min_evaluate_nodes,
+            min_available_nodes=min_available_nodes,
+            weighted_by_key=weighted_by_key,
+            arrayrecord_key=arrayrecord_key,
+            configrecord_key=configrecord_key,
+            train_metrics_aggr_fn=train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
+        )
+        self.merge_options = check_options(merge, merge_options or {})
+        self.merge = METHODS[merge]
+        self.outer = OuterOptimizer(outer_lr, outer_momentum, nesterov)
+        _check_choice("orthogonalize", orthogonalize, get_args(Orthogonalize))
+        _check_choice("weighting", weighting, get_args(Weighting))
+        if orthogonalize == "update" and self.merge.from_mean is None:
+            raise ValueError(f'orthogonalize="update" with merge={merge!r}: allowed is "gradient"')
+        if min_train_replies < 1:
+            raise ValueError(f"min_train_replies={min_train_replies}: allowed is a number >= 1")
+        self.orthogonalize = orthogonalize
+        self.weighting: Weighting = weighting
+        self.average_only = tuple(average_only)
+        self.exclude = tuple(exclude)
+        self.min_train_replies = min_train_replies
+        self.device = torch.device("cpu" if device is None else device)
+        self.seed = seed
+        self.node_timeout = node_timeout
+        self.train_metrics = MetricRecord()
+        """Metrics of the newest round, for an `evaluate_fn` that writes them down."""
+        self._round: _Round | None = None
+
+    def summary(self) -> None:
+        """Log summary configuration of the strategy."""
+        options = ", ".join(f"{key}={value}" for key, value in self.merge_options.items())
+        kind = "Nesterov" if self.outer.nesterov else "heavy-ball"
+        momentum = f"{kind} momentum {self.outer.momentum}" if self.outer.momentum else "SGD"
+        log(INFO, "\t├──> %s settings:", type(self).__name__)
+        log(INFO, "\t│\t├── Merge: %s%s", self.merge.name, f" ({options})" if options else "")
+        log(INFO, "\t│\t├── Outer optimizer: %s, learning rate %s", momentum, self.outer.lr)
+        log(INFO, "\t│\t├── Orthogonalize: %s", self.orthogonalize)
+        log(INFO, "\t│\t├── Weighting: %s", self.weighting)
+        log(INFO, "\t│\t├── Minimum train replies: %d", self.min_train_replies)
+        log(INFO, "\t│\t└── Device: %s", self.device)
+        super().summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds as Flower's `Strategy.start` does, adding up replies as they arrive.
+
+        Parameters and result are those of `Strategy.start`, but `Result.arrays` holds the initial
+        arrays, not an empty record, when no round aggregated.
+        """
+        result = super().start(
+            StreamingGrid(grid),
+            initial_arrays,
+            num_rounds,
+            timeout,
+            train_config,
+            evaluate_config,
+            evaluate_fn,
+        )
+        if not result.arrays:
+            result.arrays = initial_arrays
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Configure the next round of federated training and remember what was sent."""
+        self._round = None
+        if self.fraction_train == 0.0:
+            return []
+        node_ids = self._sample(
+            "train", server_round, self.fraction_train, self.min_train_nodes, grid
+        )
+        messages = self._messages(server_round, arrays, config, node_ids, MessageType.TRAIN)
+        self._round = _Round(
+            number=server_round,
+            reference=tensors_from_record(arrays),
+            positions={node_id: position for position, node_id in enumerate(node_ids)},
+            questions={message.metadata.dst_node_id: message.metadata for message in messages},
+            num_bytes=len(messages) * sum(len(array.data) for array in arrays.values()),
+        )
+        return messages
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Configure the next round of federated evaluation."""
+        if self.fraction_evaluate == 0.0:
+            return []
+        node_ids = self._sample(
+            "evaluate", server_round, self.fraction_evaluate, self.min_evaluate_nodes, grid
+        )
+        return self._messages(server_round, arrays, config, node_ids, MessageType.EVALUATE)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Merge the replies' pseudo-gradients and take the outer step.
+
+        Parameters
+        ----------
+        server_round : int
+            The round, counted from 1.
+        replies : Iterable[Message]
+            Replies in any order; an iterator is read one at a time.
+
+        Returns
+        -------
+        tuple[Optional[ArrayRecord], Optional[MetricRecord]]
+            The new global parameters, or None when the round is skipped, and the aggregated
+            metrics with `replies-used`, `replies-rejected`, `bytes-up`, `bytes-down` and
+            `aggregate-seconds` added.
+
+        Raises
+        ------
+        AggregationError
+            If replies come for a round that `configure_train` did not prepare.
+        """
+        if self._round is None or self._round.number != server_round:
+            if next(iter(replies), None) is None:
+                return None, None
+            raise AggregationError(
+                f"Replies for round {server_round}, but configure_train prepared "
+                f"{'none' if self._round is None else f'round {self._round.number}'}."
+            )
+        this_round, self._round = self._round, None
+        watch = _Stopwatch()
+        accumulator = MeanAccumulator(this_round.reference)
+        metrics: list[RecordDict] = []
+        tally = _Tally()
+        for reply in in_order(self._checked(this_round, watch.pausing(replies), tally)):
+            accumulator.add(reply)
+            metrics.append(reply.metrics)
+        log(
+            INFO,
+            "aggregate_train: Used %d replies, rejected %d, missing %d",
+            tally.used,
+            tally.rejected,
+            len(this_round.positions) - len(tally.answered),
+        )
+        arrays = None
+        if tally.used < self.min_train_replies:
+            log(
+                WARNING,
+                "Round %d is skipped, the model stays as it is: %d good replies, needed are %d",
+                server_round,
+                tally.used,
+                self.min_train_replies,
+            )
+        else:
+            try:
+                arrays = self._outer_step(this_round.reference, accumulator.finish())
+            except ValueError as error:
+                log(ERROR, "Round %d is skipped, the model stays as it is: %s", server_round, error)
+        self.train_metrics = aggregated = self._aggregate_metrics(metrics)
+        aggregated["replies-used"] = tally.used
+        aggregated["replies-rejected"] = tally.rejected
+        aggregated["bytes-up"] = tally.num_bytes
+        aggregated["bytes-down"] = this_round.num_bytes
+        aggregated["aggregate-seconds"] = watch.seconds()
+        return arrays, aggregated
+
+    def _sample(
+        self, purpose: str, server_round: int, fraction: float, minimum: int, grid: Grid
+    ) -> list[int]:
+        """Sample nodes as `FedAvg` does, but seeded and with a limit to the wait for them.
+
+        Nodes are numbered in the order of their registration, since their ids are random: two
+        simulations with one seed sample the same workers, and add their replies up in one order.
+        """
+        deadline = time.monotonic() + self.node_timeout
+        while True:
+            nodes = sorted(grid.get_nodes(), key=lambda node: (node.registered_at, node.node_id))
+            size = max(int(len(nodes) * fraction), minimum)
+            needed = max(self.min_available_nodes, size)
+            if len(nodes) >= needed:
+                break
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"{len(nodes)} nodes are connected after {self.node_timeout:g} s, "
+                    f"{needed} are needed (min_available_nodes={self.min_available_nodes}, "
+                    f"min_{purpose}_nodes={minimum})"
+                )
+            log(
+                INFO,
+                "Waiting for nodes to connect: %d connected (minimum required: %d).",
+                len(nodes),
+                needed,
+            )
+            time.sleep(1)
+        chooser = random.Random(f"{self.seed}/{purpose}/{server_round}")
+        chosen = sorted(chooser.sample(range(len(nodes)), size))
+        log(INFO, "configure_%s: Sampled %d nodes (out of %d)", purpose, size, len(nodes))
+        return [nodes[index].node_id for index in chosen]
+
+    def _messages(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        config: ConfigRecord,
+        node_ids: list[int],
+        message_type: str,
+    ) -> list[Message]:
+        # A record of its own: a straggler of this round must not read the next one's number.
+        config = ConfigRecord({**config, "server-round": server_round})
+        record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        return list(self._construct_messages(record, node_ids, message_type))
+
+    def _checked(
+        self, this_round: _Round, replies: Iterable[Message], tally: "_Tally"
+    ) -> Iterator[tuple[int, Reply | None]]:
+        """Check each reply on its own; yield its place and, if it is good, the reply."""
+        for message in replies:
+            node_id = message.metadata.src_node_id
+            question = this_round.questions.get(node_id)
+            try:
+                if (
+                    question is None
+                    or node_id in tally.answered
+                    or message.metadata.reply_to_message_id != question.message_id
+                ):
+                    raise BadReplyError("not an answer to this round, or a second one")
+                reply = read_reply(
+                    message,
+                    this_round.reference,
+                    weighted_by_key=self.weighted_by_key,
+                    weighting=self.weighting,
+                )
+            except BadReplyError as reason:
+                tally.rejected += 1
+                log(WARNING, "\t> Reply of node %d is left out: %s", node_id, reason)
+                if question is None or node_id in tally.answered:
+                    continue
+                tally.answered.add(node_id)
+                yield this_round.positions[node_id], None
+            else:
+                tally.used += 1
+                tally.num_bytes += reply.num_bytes
+                tally.answered.add(node_id)
+                yield this_round.positions[node_id], reply
+
+    def _outer_step(self, reference: Mapping[str, Tensor], means: dict[str, Tensor]) -> ArrayRecord:
+        """Step the parameters sent along their mean pseudo-gradients, which are used up."""
+        for name, mean in means.items():
+            if not torch.isfinite(mean.sum()) and not torch.isfinite(mean).all():
+                raise ValueError(f"the mean pseudo-gradient of {name!r} is not finite")
+        # All merges first: should one fail, no momentum has been touched.
+        if self.orthogonalize == "gradient":
+            for name, mean in means.items():
+                if self._is_stepped(name, reference[name]):
+                    means[name] = self._merge_mean(name, mean.to(self.device))
+        return record_from_tensors(
+            (name, self._new_values(name, sent, means.pop(name)))
+            for name, sent in reference.items()
+        )
+
+    def _new_values(self, name: str, sent: Tensor, mean: Tensor) -> Tensor:
+        if not sent.is_floating_point():
+            return (mean >= 0.5 if sent.dtype == torch.bool else mean.round()).to(sent.dtype)
+        if not self._is_stepped(name, sent):
+            return (sent.to(mean.dtype) - mean).to(sent.dtype)
+        if self.orthogonalize == "gradient":
+            values = self.outer.step(sent, mean, name)
+        else:
+            values = self.outer.step_transformed(
+                sent, mean.to(self.device), name, lambda step: self._merge_mean(name, step)
+            )
+        return values.to("cpu", sent.dtype)
+
+    def _is_stepped(self, name: str, sent: Tensor) -> bool:
+        return sent.is_floating_point() and not _matches(name, self.average_only)
+
+    def _merge_mean(self, name: str, mean: Tensor) -> Tensor:
+        assert self.merge.from_mean is not None
+        if _matches(name, self.exclude):
+            return mean
+        return self.merge.from_mean(mean, **self.merge_options)
+
+    def _aggregate_metrics(self, contents: list[RecordDict]) -> MetricRecord:
+        """Aggregate the metrics of the replies whose one MetricRecord has the first one's keys."""
+        usable: list[RecordDict] = []
+        keys: set[str] = set()
+        total_weight = 0.0
+        for content in contents:
+            records = list(content.metric_records.values())
+            weight = records[0].get(self.weighted_by_key) if len(records) == 1 else None
+            keys = keys or set(records[0] if records else ())
+            if isinstance(weight, (int, float)) and weight >= 0 and set(records[0]) == keys:
+                usable.append(content)
+                total_weight += weight
+        if len(usable) < len(contents):
+            log(
+                WARNING,
+                "\t> Metrics of %d replies are left out: allowed is one MetricRecord each, with "
+                "the same keys and %r >= 0 among them",
+                len(contents) - len(usable),
+                self.weighted_by_key,
+            )
+        if not total_weight > 0:
+            return MetricRecord()
+        return self.train_metrics_aggr_fn(usable, self.weighted_by_key)
+
+
+class LocalSGD(MergeStrategy):
+    """DiLoCo-SGD: mean and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("local-sgd", keywords))
+
+
+class DiLoCo(MergeStrategy):
+    """Mean and Nesterov momentum (arXiv 2311.08105). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("diloco", keywords))
+
+
+class IsoC(MergeStrategy):
+    """Iso-C and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("iso-c", keywords))
+
+
+class IsoLoCo(MergeStrategy):
+    """Iso-C and Nesterov momentum (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("isoloco", keywords))
+
+
+def _preset(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dataclasses.asdict(PRESETS[name]), **keywords}
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: allowed is one of {', '.join(choices)}")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

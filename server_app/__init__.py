@@ -1,0 +1,1 @@
+"""The ServerApp: run config in, strategy started, results written."""

@@ -1,0 +1,1 @@
+"""Experiments over real `flwr run` simulations."""

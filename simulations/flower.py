@@ -1,0 +1,185 @@
+"""Start `flwr run` simulations on a SuperLink of one's own, and end what was started."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["SuperLink", "flwr_run", "local_superlink"]
+
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """A SuperLink in simulation mode that belongs to this process."""
+
+    environment: Mapping[str, str]
+    """Environment in which the `flwr` command finds it."""
+    log_file: Path
+    """Everything the SuperLink, its ServerApps and its ClientApps print."""
+    process_id: int
+    """The SuperLink's process and process group."""
+
+
+@contextmanager
+def local_superlink(flwr_home: Path, threads: int = 1) -> Iterator[SuperLink]:
+    """Run a SuperLink on free ports with a FLWR_HOME of its own; end it and its children.
+
+    Parameters
+    ----------
+    flwr_home : Path
+        Folder for Flower's own files, made if missing.
+    threads : int
+        Threads that the arithmetic of ServerApp and every client may use.
+
+    Raises
+    ------
+    RuntimeError
+        If the SuperLink does not come up; the message shows the end of its log.
+    """
+    flwr_home.mkdir(parents=True, exist_ok=True)
+    http_port, control_port = _free_ports(2)
+    environment = {
+        **os.environ,
+        "FLWR_HOME": str(flwr_home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        # This environment already holds what the app needs; Flower would build another for every
+        # run, with gigabytes of torch in it.
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(http_port),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(control_port),
+        "OMP_NUM_THREADS": str(threads),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    log_file = flwr_home / "superlink.log"
+    command = [
+        "flower-superlink",
+        "--insecure",
+        "--simulation",
+        "--isolation=subprocess",
+        f"--control-api-address=127.0.0.1:{control_port}",
+        "--host=127.0.0.1",
+        f"--port={http_port}",
+    ]
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=flwr_home,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait_until_healthy(process, http_port, log_file)
+        yield SuperLink(environment=environment, log_file=log_file, process_id=process.pid)
+    finally:
+        _end_group(process)
+
+
+def flwr_run(
+    superlink: SuperLink,
+    app: Path,
+    *,
+    num_supernodes: int,
+    run_config: Mapping[str, bool | float | int | str],
+    cpus_per_client: int = 1,
+    gpus_per_client: float = 0.0,
+) -> subprocess.Popen[str]:
+    """Start `flwr run --stream` and return its process; its output is the run's log.
+
+    Parameters
+    ----------
+    superlink : SuperLink
+        Where to run.
+    app : Path
+        Folder of the Flower app.
+    num_supernodes : int
+        Virtual clients.
+    run_config : Mapping[str, bool | float | int | str]
+        What differs from the app's own config.
+    cpus_per_client : int
+        CPUs a client takes up: a client runs when so many are free.
+    gpus_per_client : float
+        GPUs, or a share of one, that a client takes up.
+    """
+    federation = (
+        f"num-supernodes={num_supernodes} client-resources-num-cpus={cpus_per_client} "
+        f"client-resources-num-gpus={gpus_per_client}"
+    )
+    command = ["flwr", "run", str(app), "--stream", "--federation-config", federation]
+    if run_config:
+        command += ["--run-config", " ".join(f"{k}={_toml(v)}" for k, v in run_config.items())]
+    return subprocess.Popen(
+        command,
+        env=dict(superlink.environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+    )
+
+
+def _toml(value: bool | float | int | str) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log_file: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-10:])
+    raise RuntimeError(f"the SuperLink did not start within {_START_SECONDS:g} s:\n{tail}")
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the SuperLink and all it started to end, and insist after ten seconds."""
+    for signal_number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, signal_number)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and _group_lives(process):
+            time.sleep(0.1)
+    process.wait()
+
+
+def _group_lives(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # reaps the leader
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
