@@ -7,3 +7,5 @@ are in `isoloco_flwr.merging`.
 from isoloco_flwr.strategy import DiLoCo, IsoC, IsoLoCo, LocalSGD, MergeStrategy
 
 __all__ = ["DiLoCo", "IsoC", "IsoLoCo", "LocalSGD", "MergeStrategy"]
+
+__version__ = "0.1.0"

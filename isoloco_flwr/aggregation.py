@@ -81,7 +81,7 @@ def read_reply(
     _check_layout(tensors, reference)
     weight = _read_weight(content, weighted_by_key) if weighting == "examples" else 1.0
     for name, tensor in tensors.items():
-        if not _is_finite(tensor):
+        if not is_finite(tensor):
             raise BadReplyError(f"array {name!r} has values that are not finite")
     metrics = RecordDict(dict(content.metric_records.items()))
     num_bytes = sum(len(array.data) for array in record.values())
@@ -112,11 +112,11 @@ def _read_weight(content: RecordDict, key: str) -> float:
     return float(weight)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether every value of a tensor is finite, in one cheap pass where it is so."""
     if not tensor.is_floating_point():
         return True
-    # The sum is finite wherever every value is, but for an overflow: one cheap pass in nearly all
-    # cases, the exact and slow one only when the cheap one fails.
+    # The sum of finite values is finite but for an overflow, which only the slow pass can tell.
     total = tensor.sum(dtype=accumulation_dtype(tensor))
     return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
 
@@ -130,17 +130,21 @@ def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[Reply]:
         Position in the round, counted from 0, and reply; None where a position brings none. A
         position may be missing: those behind it are held until the end.
     """
-    waiting: dict[int, Reply | None] = {}
+    waiting: dict[int, Reply] = {}
+    left_out: set[int] = set()
     turn = 0
     for position, reply in replies:
-        waiting[position] = reply
-        while turn in waiting:
-            if (ready := waiting.pop(turn)) is not None:
-                yield ready
+        if reply is None:
+            left_out.add(position)
+        else:
+            waiting[position] = reply
+        del reply  # or it would stay while the next one is fetched
+        while turn in waiting or turn in left_out:
+            if turn in waiting:
+                yield waiting.pop(turn)
             turn += 1
     for position in sorted(waiting):
-        if (ready := waiting.pop(position)) is not None:
-            yield ready
+        yield waiting.pop(position)
 
 
 class MeanAccumulator:

@@ -5,9 +5,9 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from logging import ERROR, INFO, WARNING
-from typing import Any, Literal, get_args
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import (
@@ -25,26 +25,13 @@ from flwr.serverapp.strategy import FedAvg, Result
 from flwr.supercore import log
 from torch import Tensor
 
-from isoloco_flwr.aggregation import (
-    BadReplyError,
-    MeanAccumulator,
-    Reply,
-    Weighting,
-    in_order,
-    read_reply,
-)
+from isoloco_flwr.aggregation import BadReplyError, Reply, Weighting, read_reply
+from isoloco_flwr.engine import BUFFERS, Orthogonalize, OuterEngine, SkippedRoundError
 from isoloco_flwr.grid import StreamingGrid
-from isoloco_flwr.merging import METHODS, check_options
-from isoloco_flwr.outer import OuterOptimizer
 from isoloco_flwr.presets import PRESETS
 from isoloco_flwr.records import record_from_tensors, tensors_from_record
 
 __all__ = ["DiLoCo", "IsoC", "IsoLoCo", "LocalSGD", "MergeStrategy"]
-
-Orthogonalize = Literal["gradient", "update"]
-
-BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
-"""Names of batch-norm statistics, which are averaged and never stepped."""
 
 
 @dataclass
@@ -54,10 +41,11 @@ class _Round:
     number: int
     reference: dict[str, Tensor]
     """Parameters sent: views of the record's bytes."""
-    positions: dict[int, int]
-    """Place of each node asked, by node id; replies are added up in this order."""
-    questions: dict[int, Metadata]
-    """Metadata of the message sent to each node."""
+    questions: dict[int, tuple[int, Metadata]]
+    """By node id: position in the round and metadata of the message sent there. Replies are added
+    up in the order of their positions."""
+    workers: list[int]
+    """Number of the worker at each position."""
     num_bytes: int
     """Bytes of parameters sent to all nodes together."""
 
@@ -66,10 +54,12 @@ class _Round:
 class _Tally:
     """What came back in a round."""
 
-    used: int = 0
     rejected: int = 0
+    """Replies left out."""
     num_bytes: int = 0
     """Bytes of parameters in the replies used."""
+    contents: dict[int, RecordDict] = field(default_factory=dict)
+    """By position, what the replies used carry beside their parameters."""
     answered: set[int] = field(default_factory=set)
     """Nodes that answered, well or badly."""
 
@@ -90,6 +80,7 @@ class _Stopwatch:
             if message is None:
                 return
             yield message
+            del message  # or it would stay while the next one is fetched
 
     def seconds(self) -> float:
         return time.perf_counter() - self._start - self._waited
@@ -150,8 +141,12 @@ class MergeStrategy(FedAvg):
         Good replies below which a round leaves the model and the momentum untouched.
     device : Optional[str | torch.device] (default: None)
         Where merges and outer steps are computed; None is the CPU.
+    scratch_dir : Optional[str | Path] (default: None)
+        Folder for the scratch file of merges that need all pseudo-gradients at once (R times the
+        model); None takes the system's folder for temporary files.
     seed : int (default: 0)
-        Decides which nodes are sampled; nodes are numbered in the order of their registration.
+        Decides which nodes are sampled and DARE's masks; nodes are numbered in the order of their
+        registration.
     node_timeout : float (default: 3600.0)
         Seconds to wait for enough nodes before the run ends with a `TimeoutError`.
 
@@ -190,6 +185,7 @@ class MergeStrategy(FedAvg):
         exclude: Sequence[str] = (),
         min_train_replies: int = 1,
         device: str | torch.device | None = None,
+        scratch_dir: str | Path | None = None,
         seed: int = 0,
         node_timeout: float = 3600.0,
     ) -> None:
@@ -205,21 +201,21 @@ class MergeStrategy(FedAvg):
             train_metrics_aggr_fn=train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn=evaluate_metrics_aggr_fn,
         )
-        self.merge_options = check_options(merge, merge_options or {})
-        self.merge = METHODS[merge]
-        self.outer = OuterOptimizer(outer_lr, outer_momentum, nesterov)
-        _check_choice("orthogonalize", orthogonalize, get_args(Orthogonalize))
-        _check_choice("weighting", weighting, get_args(Weighting))
-        if orthogonalize == "update" and self.merge.from_mean is None:
-            raise ValueError(f'orthogonalize="update" with merge={merge!r}: allowed is "gradient"')
-        if min_train_replies < 1:
-            raise ValueError(f"min_train_replies={min_train_replies}: allowed is a number >= 1")
-        self.orthogonalize = orthogonalize
-        self.weighting: Weighting = weighting
-        self.average_only = tuple(average_only)
-        self.exclude = tuple(exclude)
-        self.min_train_replies = min_train_replies
-        self.device = torch.device("cpu" if device is None else device)
+        self.engine = OuterEngine(
+            merge=merge,
+            merge_options=merge_options,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            nesterov=nesterov,
+            orthogonalize=orthogonalize,
+            weighting=weighting,
+            average_only=average_only,
+            exclude=exclude,
+            min_train_replies=min_train_replies,
+            device=device,
+            scratch_dir=scratch_dir,
+            seed=seed,
+        )
         self.seed = seed
         self.node_timeout = node_timeout
         self.train_metrics = MetricRecord()
@@ -228,16 +224,17 @@ class MergeStrategy(FedAvg):
 
     def summary(self) -> None:
         """Log summary configuration of the strategy."""
-        options = ", ".join(f"{key}={value}" for key, value in self.merge_options.items())
-        kind = "Nesterov" if self.outer.nesterov else "heavy-ball"
-        momentum = f"{kind} momentum {self.outer.momentum}" if self.outer.momentum else "SGD"
+        engine = self.engine
+        options = ", ".join(f"{key}={value}" for key, value in engine.merge_options.items())
+        kind = "Nesterov" if engine.outer.nesterov else "heavy-ball"
+        momentum = f"{kind} momentum {engine.outer.momentum}" if engine.outer.momentum else "SGD"
         log(INFO, "\t├──> %s settings:", type(self).__name__)
-        log(INFO, "\t│\t├── Merge: %s%s", self.merge.name, f" ({options})" if options else "")
-        log(INFO, "\t│\t├── Outer optimizer: %s, learning rate %s", momentum, self.outer.lr)
-        log(INFO, "\t│\t├── Orthogonalize: %s", self.orthogonalize)
-        log(INFO, "\t│\t├── Weighting: %s", self.weighting)
-        log(INFO, "\t│\t├── Minimum train replies: %d", self.min_train_replies)
-        log(INFO, "\t│\t└── Device: %s", self.device)
+        log(INFO, "\t│\t├── Merge: %s%s", engine.merge.name, f" ({options})" if options else "")
+        log(INFO, "\t│\t├── Outer optimizer: %s, learning rate %s", momentum, engine.outer.lr)
+        log(INFO, "\t│\t├── Orthogonalize: %s", engine.orthogonalize)
+        log(INFO, "\t│\t├── Weighting: %s", engine.weighting)
+        log(INFO, "\t│\t├── Minimum train replies: %d", engine.min_train_replies)
+        log(INFO, "\t│\t└── Device: %s", engine.device)
         super().summary()
 
     def start(
@@ -275,15 +272,16 @@ class MergeStrategy(FedAvg):
         self._round = None
         if self.fraction_train == 0.0:
             return []
-        node_ids = self._sample(
-            "train", server_round, self.fraction_train, self.min_train_nodes, grid
-        )
-        messages = self._messages(server_round, arrays, config, node_ids, MessageType.TRAIN)
+        nodes = self._sample("train", server_round, self.fraction_train, self.min_train_nodes, grid)
+        messages = self._messages(server_round, arrays, config, nodes, MessageType.TRAIN)
         self._round = _Round(
             number=server_round,
             reference=tensors_from_record(arrays),
-            positions={node_id: position for position, node_id in enumerate(node_ids)},
-            questions={message.metadata.dst_node_id: message.metadata for message in messages},
+            questions={
+                message.metadata.dst_node_id: (position, message.metadata)
+                for position, message in enumerate(messages)
+            },
+            workers=list(nodes),
             num_bytes=len(messages) * sum(len(array.data) for array in arrays.values()),
         )
         return messages
@@ -294,10 +292,10 @@ class MergeStrategy(FedAvg):
         """Configure the next round of federated evaluation."""
         if self.fraction_evaluate == 0.0:
             return []
-        node_ids = self._sample(
+        nodes = self._sample(
             "evaluate", server_round, self.fraction_evaluate, self.min_evaluate_nodes, grid
         )
-        return self._messages(server_round, arrays, config, node_ids, MessageType.EVALUATE)
+        return self._messages(server_round, arrays, config, nodes, MessageType.EVALUATE)
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -332,35 +330,30 @@ class MergeStrategy(FedAvg):
             )
         this_round, self._round = self._round, None
         watch = _Stopwatch()
-        accumulator = MeanAccumulator(this_round.reference)
-        metrics: list[RecordDict] = []
         tally = _Tally()
-        for reply in in_order(self._checked(this_round, watch.pausing(replies), tally)):
-            accumulator.add(reply)
-            metrics.append(reply.metrics)
+        arrays = None
+        try:
+            arrays = record_from_tensors(
+                self.engine.run_round(
+                    server_round,
+                    this_round.reference,
+                    this_round.workers,
+                    self._checked(this_round, watch.pausing(replies), tally),
+                )
+            )
+        except SkippedRoundError as reason:
+            log(WARNING, "Round %d is skipped, the model stays as it is: %s", server_round, reason)
         log(
             INFO,
             "aggregate_train: Used %d replies, rejected %d, missing %d",
-            tally.used,
+            len(tally.contents),
             tally.rejected,
-            len(this_round.positions) - len(tally.answered),
+            len(this_round.questions) - len(tally.answered),
         )
-        arrays = None
-        if tally.used < self.min_train_replies:
-            log(
-                WARNING,
-                "Round %d is skipped, the model stays as it is: %d good replies, needed are %d",
-                server_round,
-                tally.used,
-                self.min_train_replies,
-            )
-        else:
-            try:
-                arrays = self._outer_step(this_round.reference, accumulator.finish())
-            except ValueError as error:
-                log(ERROR, "Round %d is skipped, the model stays as it is: %s", server_round, error)
-        self.train_metrics = aggregated = self._aggregate_metrics(metrics)
-        aggregated["replies-used"] = tally.used
+        self.train_metrics = aggregated = self._aggregate_metrics(
+            [tally.contents[position] for position in sorted(tally.contents)]
+        )
+        aggregated["replies-used"] = len(tally.contents)
         aggregated["replies-rejected"] = tally.rejected
         aggregated["bytes-up"] = tally.num_bytes
         aggregated["bytes-down"] = this_round.num_bytes
@@ -369,11 +362,12 @@ class MergeStrategy(FedAvg):
 
     def _sample(
         self, purpose: str, server_round: int, fraction: float, minimum: int, grid: Grid
-    ) -> list[int]:
+    ) -> dict[int, int]:
         """Sample nodes as `FedAvg` does, but seeded and with a limit to the wait for them.
 
         Nodes are numbered in the order of their registration, since their ids are random: two
         simulations with one seed sample the same workers, and add their replies up in one order.
+        Returns node ids by number, in the order of the numbers.
         """
         deadline = time.monotonic() + self.node_timeout
         while True:
@@ -398,90 +392,53 @@ class MergeStrategy(FedAvg):
         chooser = random.Random(f"{self.seed}/{purpose}/{server_round}")
         chosen = sorted(chooser.sample(range(len(nodes)), size))
         log(INFO, "configure_%s: Sampled %d nodes (out of %d)", purpose, size, len(nodes))
-        return [nodes[index].node_id for index in chosen]
+        return {index: nodes[index].node_id for index in chosen}
 
     def _messages(
         self,
         server_round: int,
         arrays: ArrayRecord,
         config: ConfigRecord,
-        node_ids: list[int],
+        nodes: Mapping[int, int],
         message_type: str,
     ) -> list[Message]:
         # A record of its own: a straggler of this round must not read the next one's number.
         config = ConfigRecord({**config, "server-round": server_round})
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
-        return list(self._construct_messages(record, node_ids, message_type))
+        return list(self._construct_messages(record, list(nodes.values()), message_type))
 
     def _checked(
         self, this_round: _Round, replies: Iterable[Message], tally: "_Tally"
     ) -> Iterator[tuple[int, Reply | None]]:
-        """Check each reply on its own; yield its place and, if it is good, the reply."""
+        """Check each reply on its own; yield its position and, if it is good, the reply."""
         for message in replies:
             node_id = message.metadata.src_node_id
-            question = this_round.questions.get(node_id)
+            position, question = this_round.questions.get(node_id, (-1, None))
+            reply = None
             try:
                 if (
                     question is None
                     or node_id in tally.answered
                     or message.metadata.reply_to_message_id != question.message_id
                 ):
-                    raise BadReplyError("not an answer to this round, or a second one")
+                    position = -1
+                    raise BadReplyError("it answers no question of this round, or a second time")
                 reply = read_reply(
                     message,
                     this_round.reference,
                     weighted_by_key=self.weighted_by_key,
-                    weighting=self.weighting,
+                    weighting=self.engine.weighting,
                 )
             except BadReplyError as reason:
                 tally.rejected += 1
                 log(WARNING, "\t> Reply of node %d is left out: %s", node_id, reason)
-                if question is None or node_id in tally.answered:
-                    continue
-                tally.answered.add(node_id)
-                yield this_round.positions[node_id], None
             else:
-                tally.used += 1
                 tally.num_bytes += reply.num_bytes
+                tally.contents[position] = reply.metrics
+            if position >= 0:
                 tally.answered.add(node_id)
-                yield this_round.positions[node_id], reply
-
-    def _outer_step(self, reference: Mapping[str, Tensor], means: dict[str, Tensor]) -> ArrayRecord:
-        """Step the parameters sent along their mean pseudo-gradients, which are used up."""
-        for name, mean in means.items():
-            if not torch.isfinite(mean.sum()) and not torch.isfinite(mean).all():
-                raise ValueError(f"the mean pseudo-gradient of {name!r} is not finite")
-        # All merges first: should one fail, no momentum has been touched.
-        if self.orthogonalize == "gradient":
-            for name, mean in means.items():
-                if self._is_stepped(name, reference[name]):
-                    means[name] = self._merge_mean(name, mean.to(self.device))
-        return record_from_tensors(
-            (name, self._new_values(name, sent, means.pop(name)))
-            for name, sent in reference.items()
-        )
-
-    def _new_values(self, name: str, sent: Tensor, mean: Tensor) -> Tensor:
-        if not sent.is_floating_point():
-            return (mean >= 0.5 if sent.dtype == torch.bool else mean.round()).to(sent.dtype)
-        if not self._is_stepped(name, sent):
-            return (sent.to(mean.dtype) - mean).to(sent.dtype)
-        if self.orthogonalize == "gradient":
-            values = self.outer.step(sent, mean, name)
-        else:
-            values = self.outer.step_transformed(
-                sent, mean.to(self.device), name, lambda step: self._merge_mean(name, step)
-            )
-        return values.to("cpu", sent.dtype)
-
-    def _is_stepped(self, name: str, sent: Tensor) -> bool:
-        return sent.is_floating_point() and not _matches(name, self.average_only)
-
-    def _merge_mean(self, name: str, mean: Tensor) -> Tensor:
-        assert self.merge.from_mean is not None
-        if _matches(name, self.exclude):
-            return mean
-        return self.merge.from_mean(mean, **self.merge_options)
+                yield position, reply
+            del message, reply  # or they would stay while the next ones are fetched
 
     def _aggregate_metrics(self, contents: list[RecordDict]) -> MetricRecord:
         """Aggregate the metrics of the replies whose one MetricRecord has the first one's keys."""
@@ -538,12 +495,3 @@ class IsoLoCo(MergeStrategy):
 
 def _preset(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
     return {**dataclasses.asdict(PRESETS[name]), **keywords}
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: allowed is one of {', '.join(choices)}")
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -15,13 +15,16 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
+from transformers import PreTrainedModel
 
-from isoloco_flwr.settings import RunSettings, SettingsError
+import isoloco_flwr
+from isoloco_flwr.pretraining.tokenizer import byte_tokenizer
+from isoloco_flwr.settings import SettingsError
 
-__all__ = ["MetricsFile", "draw_loss", "open_output_folder", "versions", "write_json"]
+__all__ = ["draw_loss", "open_output_folder", "save_model", "versions", "write_json"]
 
 
-def open_output_folder(settings: RunSettings, run_id: int) -> Path:
+def open_output_folder(output_dir: str, run_id: int) -> Path:
     """Make the run's folder and return its absolute path.
 
     `{run-id}` in the setting stands for Flower's number of the run. A relative folder lies in the
@@ -32,17 +35,17 @@ def open_output_folder(settings: RunSettings, run_id: int) -> Path:
     SettingsError
         If the folder cannot be made or holds a run already: nothing is overwritten.
     """
-    folder = Path(settings.output_dir.replace("{run-id}", str(run_id))).expanduser().absolute()
+    folder = Path(output_dir.replace("{run-id}", str(run_id))).expanduser().absolute()
     if (folder / "metrics.jsonl").exists():
         raise SettingsError(
-            f"run-config key output-dir = {settings.output_dir!r}: {folder} holds a run already, "
+            f"run-config key output-dir = {output_dir!r}: {folder} holds a run already, "
             "allowed is a folder without metrics.jsonl"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(
-            f"run-config key output-dir = {settings.output_dir!r}: allowed is a folder that can be "
+            f"run-config key output-dir = {output_dir!r}: allowed is a folder that can be "
             f"made and written to ({error})"
         ) from error
     return folder
@@ -50,8 +53,11 @@ def open_output_folder(settings: RunSettings, run_id: int) -> Path:
 
 def versions() -> dict[str, str]:
     """Return the versions of everything that can change a result."""
-    packages = ("isoloco-flwr", "flwr", "torch", "transformers", "numpy")
-    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+    return {
+        "python": platform.python_version(),
+        "isoloco_flwr": isoloco_flwr.__version__,
+        **{name: version(name) for name in ("flwr", "torch", "transformers", "numpy")},
+    }
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -64,18 +70,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(file.name, path)
 
 
-class MetricsFile:
-    """`metrics.jsonl`: one line a round, on disk as soon as the round ends."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Append a round's line and flush it."""
-        self.rows.append(row)
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Save model and tokenizer for `from_pretrained`, the folder whole or not at all."""
+    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.part-"))
+    model.save_pretrained(part)
+    byte_tokenizer().save_pretrained(part)
+    part.chmod(0o755)
+    os.replace(part, folder)
 
 
 def draw_loss(rows: list[dict[str, Any]], title: str, path: Path) -> None:

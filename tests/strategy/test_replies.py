@@ -96,8 +96,8 @@ def test_a_bad_reply_leaves_no_trace(bad):
     arrays, metrics = aggregate(strategy, bad)
     expected, expected_metrics = aggregate(undisturbed)
     assert_same_bits(arrays, expected)
-    for name, buffer in undisturbed.outer.state_dict().items():
-        assert torch.equal(strategy.outer.state_dict()[name], buffer)
+    for name, buffer in undisturbed.engine.outer.state_dict().items():
+        assert torch.equal(strategy.engine.outer.state_dict()[name], buffer)
     assert (metrics["replies-used"], metrics["replies-rejected"]) == (3, 1)
     assert (expected_metrics["replies-used"], expected_metrics["replies-rejected"]) == (3, 0)
 
@@ -132,11 +132,11 @@ def test_without_a_weight_a_reply_counts_only_where_weights_do_not():
 def test_too_few_good_replies_skip_the_round():
     strategy = IsoLoCo(min_train_replies=3)
     aggregate(strategy)
-    momentum = {name: buffer.clone() for name, buffer in strategy.outer.state_dict().items()}
+    momentum = {name: buffer.clone() for name, buffer in strategy.engine.outer.state_dict().items()}
     arrays, metrics = aggregate(strategy, BAD["nan"], places=(0, 1))
     assert arrays is None
     assert (metrics["replies-used"], metrics["replies-rejected"]) == (2, 1)
-    for name, buffer in strategy.outer.state_dict().items():
+    for name, buffer in strategy.engine.outer.state_dict().items():
         assert torch.equal(momentum[name], buffer)
 
 
@@ -144,7 +144,7 @@ def test_weights_that_add_up_to_nothing_skip_the_round():
     strategy = IsoLoCo(weighting="examples")
     arrays, _ = aggregate(strategy, weights=[0, 0, 0, 0])
     assert arrays is None
-    assert strategy.outer.state_dict() == {}
+    assert strategy.engine.outer.state_dict() == {}
 
 
 def test_pseudo_gradients_that_overflow_skip_the_round():
@@ -155,7 +155,7 @@ def test_pseudo_gradients_that_overflow_skip_the_round():
         1, [reply(message, {"weight": -huge["weight"]}) for message in messages]
     )
     assert arrays is None
-    assert strategy.outer.state_dict() == {}
+    assert strategy.engine.outer.state_dict() == {}
 
 
 def test_a_second_reply_and_a_strangers_are_rejected():

@@ -1,0 +1,221 @@
+"""One outer round without Flower's strategy classes: checked replies in, new parameters out.
+
+Both strategy APIs of Flower stand on this.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from isoloco_flwr.aggregation import MeanAccumulator, Reply, Weighting, in_order, is_finite
+from isoloco_flwr.merging import METHODS, check_options
+from isoloco_flwr.outer import OuterOptimizer
+from isoloco_flwr.scratch import ScratchStack
+
+__all__ = ["BUFFERS", "Orthogonalize", "OuterEngine", "SkippedRoundError"]
+
+Orthogonalize = Literal["gradient", "update"]
+
+BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked")
+"""Names of batch-norm statistics, which are averaged and never stepped."""
+
+
+class SkippedRoundError(ValueError):
+    """A round that must leave parameters and momentum as they are; the message is the reason."""
+
+
+class OuterEngine:
+    """Merge and outer optimizer, with the state that lasts from round to round.
+
+    Parameters are those of `MergeStrategy`, with the same checks.
+    """
+
+    def __init__(
+        self,
+        *,
+        merge: str,
+        merge_options: Mapping[str, object] | None,
+        outer_lr: float,
+        outer_momentum: float,
+        nesterov: bool,
+        orthogonalize: Orthogonalize,
+        weighting: Weighting,
+        average_only: Sequence[str],
+        exclude: Sequence[str],
+        min_train_replies: int,
+        device: str | torch.device | None,
+        scratch_dir: str | Path | None,
+        seed: int,
+    ) -> None:
+        self.merge_options = check_options(merge, merge_options or {})
+        self.merge = METHODS[merge]
+        self.outer = OuterOptimizer(outer_lr, outer_momentum, nesterov)
+        _check_choice("orthogonalize", orthogonalize, get_args(Orthogonalize))
+        _check_choice("weighting", weighting, get_args(Weighting))
+        if orthogonalize == "update" and self.merge.from_mean is None:
+            raise ValueError(f'orthogonalize="update" with merge={merge!r}: allowed is "gradient"')
+        if min_train_replies < 1:
+            raise ValueError(f"min_train_replies={min_train_replies}: allowed is a number >= 1")
+        self.orthogonalize = orthogonalize
+        self.weighting: Weighting = weighting
+        self.average_only = tuple(average_only)
+        self.exclude = tuple(exclude)
+        self.min_train_replies = min_train_replies
+        self.device = torch.device("cpu" if device is None else device)
+        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self.seed = seed
+
+    def run_round(
+        self,
+        server_round: int,
+        reference: Mapping[str, Tensor],
+        workers: Sequence[int],
+        replies: Iterable[tuple[int, Reply | None]],
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Take in the replies of a round and step the parameters.
+
+        Parameters
+        ----------
+        server_round : int
+            The round, counted from 1.
+        reference : Mapping[str, Tensor]
+            Parameters sent, by name; left as they are.
+        workers : Sequence[int]
+            Numbers of the workers asked, by position in the round.
+        replies : Iterable[tuple[int, Reply | None]]
+            Position and checked reply in any order, None where a reply was left out; read one at
+            a time, and all of them before this returns.
+
+        Returns
+        -------
+        Iterator[tuple[str, Tensor]]
+            New values by name, in the order, shape and dtype of `reference`, on the CPU. The
+            momentum moves on while it is read, so it must be read to its end.
+
+        Raises
+        ------
+        SkippedRoundError
+            If fewer than `min_train_replies` replies are good, their weights add up to 0, or their
+            pseudo-gradients are not finite. Nothing has changed then.
+        """
+        stacked = {
+            name: tensor for name, tensor in reference.items() if self._needs_all(name, tensor)
+        }
+        averaged = {name: tensor for name, tensor in reference.items() if name not in stacked}
+        mean = MeanAccumulator(averaged)
+        stack = ScratchStack(stacked, len(workers), self.scratch_dir) if stacked else None
+        weights: dict[int, float] = {}
+
+        def recorded() -> Iterator[tuple[int, Reply | None]]:
+            for position, reply in replies:
+                if reply is not None:
+                    weights[position] = reply.weight
+                    if stack is not None:
+                        stack.write(position, reply.tensors)
+                        rest = {name: reply.tensors[name] for name in averaged}
+                        reply = dataclasses.replace(reply, tensors=rest)
+                yield position, reply
+                del reply  # or it would stay while the next one is fetched
+
+        try:
+            for reply in in_order(recorded()):
+                mean.add(reply)
+                del reply
+            if len(weights) < self.min_train_replies:
+                raise SkippedRoundError(
+                    f"{len(weights)} good replies, needed are {self.min_train_replies}"
+                )
+            if not sum(weights.values()) > 0:
+                raise SkippedRoundError("the weights of the replies add up to 0")
+            # All merges first: should one fail, no momentum has been touched.
+            deltas = {
+                name: self._before_momentum(name, reference[name], delta)
+                for name, delta in mean.finish().items()
+            }
+            used = sorted(weights)
+            for name in stacked:
+                assert stack is not None
+                rows = stack.read(name, used)
+                if self.weighting == "examples":
+                    share = torch.tensor([weights[position] for position in used], dtype=rows.dtype)
+                    share = share * (len(used) / share.sum())
+                    rows = rows * share.view(-1, *[1] * (rows.ndim - 1))
+                deltas[name] = self._merge_all(
+                    rows, name, server_round, [workers[position] for position in used]
+                )
+        finally:
+            if stack is not None:
+                stack.close()
+        for name, delta in deltas.items():
+            if not is_finite(delta):
+                raise SkippedRoundError(f"the pseudo-gradient of {name!r} is not finite")
+        return (
+            (name, self._new_values(name, sent, deltas.pop(name)))
+            for name, sent in reference.items()
+        )
+
+    def _merge_all(
+        self, rows: Tensor, name: str, server_round: int, workers: Sequence[int]
+    ) -> Tensor:
+        options = dict(self.merge_options)
+        if self.merge.name == "dare":
+            options["generator"] = [
+                worker_generator(self.seed, server_round, worker, name) for worker in workers
+            ]
+        try:
+            return self.merge.function(rows.to(self.device), **options)
+        except ValueError as error:
+            raise SkippedRoundError(f"{name!r}: {error}") from error
+
+    def _needs_all(self, name: str, sent: Tensor) -> bool:
+        return (
+            self.merge.from_mean is None
+            and self._is_stepped(name, sent)
+            and self._is_merged(name, sent)
+        )
+
+    def _is_stepped(self, name: str, sent: Tensor) -> bool:
+        return sent.is_floating_point() and not _matches(name, self.average_only)
+
+    def _is_merged(self, name: str, sent: Tensor) -> bool:
+        if sent.ndim != 2:
+            return not self.merge.matrices_only
+        return not _matches(name, self.exclude)
+
+    def _before_momentum(self, name: str, sent: Tensor, mean: Tensor) -> Tensor:
+        if not self._is_stepped(name, sent):
+            return mean
+        mean = mean.to(self.device)
+        return mean if self.orthogonalize == "update" else self._merge_mean(name, mean)
+
+    def _merge_mean(self, name: str, mean: Tensor) -> Tensor:
+        if self.merge.from_mean is None or not self._is_merged(name, mean) or not is_finite(mean):
+            return mean
+        return self.merge.from_mean(mean, **self.merge_options)
+
+    def _new_values(self, name: str, sent: Tensor, delta: Tensor) -> Tensor:
+        if not sent.is_floating_point():
+            return (delta >= 0.5 if sent.dtype == torch.bool else delta.round()).to(sent.dtype)
+        if not self._is_stepped(name, sent):
+            return (sent.to(delta.dtype) - delta).to(sent.dtype)
+        if self.orthogonalize == "gradient":
+            values = self.outer.step(sent, delta, name)
+        else:
+            values = self.outer.step_transformed(
+                sent, delta, name, lambda direction: self._merge_mean(name, direction)
+            )
+        return values.to("cpu", sent.dtype)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r}: allowed is one of {', '.join(choices)}")
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

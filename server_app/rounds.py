@@ -1,0 +1,117 @@
+"""What happens at the end of each round: a look at held-out text, a line of metrics, a log line."""
+
+import json
+import time
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.supercore import log
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from isoloco_flwr.pretraining.evaluate import held_out_loss
+from isoloco_flwr.records import tensors_from_record
+from isoloco_flwr.settings import RunSettings
+from isoloco_flwr.strategy import MergeStrategy
+
+__all__ = ["Rounds"]
+
+_FROM_STRATEGY = (
+    "bytes-up",
+    "bytes-down",
+    "replies-used",
+    "replies-rejected",
+    "aggregate-seconds",
+)
+
+
+class Rounds:
+    """Score the global model and write `metrics.jsonl`, one line a round.
+
+    Parameters
+    ----------
+    settings : RunSettings
+        The run's settings.
+    strategy : MergeStrategy
+        Where the metrics of the newest round's training are.
+    model : PreTrainedModel
+        Scratch model that the global parameters are loaded into.
+    held_out : NDArray[np.uint16]
+        Held-out tokens.
+    worker_batch_size : int
+        Sequences of an inner step of one worker.
+    metrics_file : Path
+        File that the lines are appended to.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: RunSettings,
+        strategy: MergeStrategy,
+        model: PreTrainedModel,
+        held_out: NDArray[np.uint16],
+        worker_batch_size: int,
+        metrics_file: Path,
+    ) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._settings = settings
+        self._strategy = strategy
+        self._model = model
+        self._held_out = held_out
+        self._context = model.config.max_position_embeddings
+        self._tokens_per_reply = settings.inner.steps * worker_batch_size * self._context
+        self._metrics_file = metrics_file
+        self._started = time.perf_counter()
+
+    def close(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        """End a round (0: before training); an `evaluate_fn` for `MergeStrategy.start`."""
+        loss = self._evaluate(arrays) if self._is_due(server_round) else None
+        train = self._strategy.train_metrics
+        counters = {key: train.get(key, 0) for key in _FROM_STRATEGY}
+        tokens_before = self.rows[-1]["tokens"] if self.rows else 0
+        now = time.perf_counter()
+        row = {
+            "round": server_round,
+            "eval-loss": loss,
+            "train-loss": train.get("train-loss"),
+            "tokens": tokens_before + counters["replies-used"] * self._tokens_per_reply,
+            **counters,
+            "seconds": now - self._started,
+        }
+        self._started = now
+        self.rows.append(row)
+        with self._metrics_file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        log(
+            INFO,
+            "Round %d of %d: held-out loss %s, training loss %s, %.2f M tokens, %.1f s",
+            server_round,
+            self._settings.num_server_rounds,
+            _number(loss),
+            _number(row["train-loss"]),
+            row["tokens"] / 1e6,
+            row["seconds"],
+        )
+        return None if loss is None else MetricRecord({"eval-loss": loss})
+
+    def _is_due(self, server_round: int) -> bool:
+        every = self._settings.evaluation.every
+        first_or_last = server_round in (0, self._settings.num_server_rounds)
+        return first_or_last or (every > 0 and server_round % every == 0)
+
+    def _evaluate(self, arrays: ArrayRecord) -> float:
+        self._model.load_state_dict(tensors_from_record(arrays))
+        return held_out_loss(
+            self._model,
+            self._held_out,
+            context=self._context,
+            max_sequences=self._settings.evaluation.sequences,
+        )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
