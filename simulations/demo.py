@@ -60,8 +60,10 @@ def main() -> None:
     )
     console.print(f"Starting Flower; its log goes to {output / 'flwr.log'}")
     started = time.monotonic()
-    with local_superlink(output / "flwr") as superlink:
-        process = flwr_run(superlink, ROOT, num_supernodes=NUM_WORKERS, run_config=run_config)
+    with (
+        local_superlink(output / "flwr") as superlink,
+        flwr_run(superlink, ROOT, num_supernodes=NUM_WORKERS, run_config=run_config) as process,
+    ):
         _keep_log(process, output / "flwr.log")
         rows = []
         for row in _follow(process, output / "metrics.jsonl"):

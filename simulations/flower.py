@@ -90,6 +90,7 @@ def local_superlink(flwr_home: Path, threads: int = 1) -> Iterator[SuperLink]:
         _end_group(process)
 
 
+@contextmanager
 def flwr_run(
     superlink: SuperLink,
     app: Path,
@@ -98,8 +99,8 @@ def flwr_run(
     run_config: Mapping[str, bool | float | int | str],
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
-) -> subprocess.Popen[str]:
-    """Start `flwr run --stream` and return its process; its output is the run's log.
+) -> Iterator[subprocess.Popen[str]]:
+    """Run `flwr run --stream`; the output of its process is the run's log.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ def flwr_run(
     command = ["flwr", "run", str(app), "--stream", "--federation-config", federation]
     if run_config:
         command += ["--run-config", " ".join(f"{k}={_toml(v)}" for k, v in run_config.items())]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         command,
         env=dict(superlink.environment),
         stdin=subprocess.DEVNULL,
@@ -132,6 +133,12 @@ def flwr_run(
         text=True,
         bufsize=1,
     )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait()
 
 
 def _toml(value: bool | float | int | str) -> str:
