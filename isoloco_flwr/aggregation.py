@@ -78,17 +78,20 @@ def read_reply(
         tensors = tensors_from_record(record)
     except ValueError as error:
         raise BadReplyError(str(error)) from error
-    _check_layout(tensors, reference)
-    weight = _read_weight(content, weighted_by_key) if weighting == "examples" else 1.0
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
-            raise BadReplyError(f"array {name!r} has values that are not finite")
+    check_tensors(tensors, reference)
+    weight = 1.0
+    if weighting == "examples":
+        if len(content.metric_records) != 1:
+            raise BadReplyError(f"{len(content.metric_records)} MetricRecords, allowed is 1")
+        metric = next(iter(content.metric_records.values())).get(weighted_by_key)
+        weight = check_weight(weighted_by_key, metric)
     metrics = RecordDict(dict(content.metric_records.items()))
     num_bytes = sum(len(array.data) for array in record.values())
     return Reply(tensors=tensors, weight=weight, metrics=metrics, num_bytes=num_bytes)
 
 
-def _check_layout(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+def check_tensors(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+    """Raise `BadReplyError` unless tensors are finite and laid out as those sent."""
     if missing := [name for name in reference if name not in tensors]:
         raise BadReplyError(f"array {missing[0]!r} is missing ({len(missing)} missing)")
     if extra := [name for name in tensors if name not in reference]:
@@ -101,14 +104,14 @@ def _check_layout(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]
             )
         if got.dtype != sent.dtype:
             raise BadReplyError(f"array {name!r} of {got.dtype}, sent was {sent.dtype}")
+        if not is_finite(got):
+            raise BadReplyError(f"array {name!r} has values that are not finite")
 
 
-def _read_weight(content: RecordDict, key: str) -> float:
-    if len(content.metric_records) != 1:
-        raise BadReplyError(f"{len(content.metric_records)} MetricRecords, allowed is 1")
-    weight = next(iter(content.metric_records.values())).get(key)
+def check_weight(key: str, weight: object) -> float:
+    """Return the weight of a reply, or raise `BadReplyError` unless it is a number >= 0."""
     if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-        raise BadReplyError(f"metric {key!r} = {weight!r}, allowed is a number >= 0")
+        raise BadReplyError(f"{key!r} = {weight!r}, allowed is a number >= 0")
     return float(weight)
 
 

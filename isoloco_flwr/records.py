@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Iterable, Mapping
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +16,71 @@ from flwr.app import Array, ArrayRecord
 from numpy.lib import format as npy
 from torch import Tensor
 
-__all__ = ["array_from_tensor", "record_from_tensors", "tensor_from_array", "tensors_from_record"]
+__all__ = [
+    "array_from_tensor",
+    "npy_from_tensor",
+    "record_from_tensors",
+    "tensor_from_array",
+    "tensor_from_npy",
+    "tensors_from_record",
+]
 
 _STYPE = "numpy.ndarray"
+
+
+def tensor_from_npy(data: bytes) -> Tensor:
+    """Return a read-only view of the values in the bytes of an .npy file.
+
+    Parameters
+    ----------
+    data : bytes
+        An .npy file of numbers or bools.
+
+    Returns
+    -------
+    Tensor
+        On the CPU; shares the bytes, so it must not be written to. Big-endian and
+        Fortran-ordered values are copied.
+
+    Raises
+    ------
+    ValueError
+        If the bytes are not such a file, whole and with nothing behind it.
+    """
+    file = BytesIO(data)  # shares the bytes
+    version = npy.read_magic(file)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, fortran_order, dtype = read(file)
+    if dtype.kind not in "biuf":
+        raise ValueError(f"payload of dtype {dtype}, allowed are numbers and bool")
+    count = math.prod(shape)
+    if len(data) - file.tell() != count * dtype.itemsize:
+        raise ValueError(
+            f"payload of {len(data) - file.tell()} bytes, "
+            f"{dtype} of shape {shape} takes {count * dtype.itemsize}"
+        )
+    values = np.frombuffer(data, dtype=dtype, count=count, offset=file.tell())
+    values = values.reshape(shape, order="F" if fortran_order else "C")
+    if not dtype.isnative or fortran_order:
+        values = np.ascontiguousarray(values, dtype=dtype.newbyteorder("=")).reshape(shape)
+    with warnings.catch_warnings():
+        # torch warns that the bytes are read-only; nothing here writes to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(values)
+
+
+def npy_from_tensor(tensor: Tensor) -> bytes:
+    """Return the bytes of the .npy file of a tensor, as NumPy itself would write it.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        Any shape, any device; dtypes that NumPy knows.
+    """
+    values = np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tensor.shape)
+    header = BytesIO()
+    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
+    return b"".join([header.getvalue(), values.data])
 
 
 def tensor_from_array(array: Array) -> Tensor:
@@ -30,36 +91,19 @@ def tensor_from_array(array: Array) -> Tensor:
     array : Array
         An array in Flower's own serialisation (stype `numpy.ndarray`).
 
-    Returns
-    -------
-    Tensor
-        On the CPU, with the shape and dtype of the array; shares the array's bytes, so it must not
-        be written to. Big-endian and Fortran-ordered payloads are copied.
-
     Raises
     ------
     ValueError
-        If the bytes are not the .npy file that the array's dtype and shape announce.
+        If the bytes are not what the array announces; see `tensor_from_npy`.
     """
     if array.stype != _STYPE:
         raise ValueError(f"serialisation {array.stype!r}, allowed is {_STYPE!r}")
-    dtype, fortran_order, shape, offset = _read_header(array.data)
-    if shape != tuple(array.shape):
-        raise ValueError(f"payload of shape {shape} under an array of shape {tuple(array.shape)}")
-    count = math.prod(shape)
-    if len(array.data) - offset != count * dtype.itemsize:
+    tensor = tensor_from_npy(array.data)
+    if tensor.shape != tuple(array.shape):
         raise ValueError(
-            f"payload of {len(array.data) - offset} bytes, "
-            f"{dtype} of shape {shape} takes {count * dtype.itemsize}"
+            f"payload of shape {tuple(tensor.shape)} under an array of shape {tuple(array.shape)}"
         )
-    values = np.frombuffer(array.data, dtype=dtype, count=count, offset=offset)
-    values = values.reshape(shape, order="F" if fortran_order else "C")
-    if not dtype.isnative or fortran_order:
-        values = np.ascontiguousarray(values, dtype=dtype.newbyteorder("="))
-    with warnings.catch_warnings():
-        # torch warns that the bytes are read-only; nothing here writes to them.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(values)
+    return tensor
 
 
 def array_from_tensor(tensor: Tensor) -> Array:
@@ -70,11 +114,12 @@ def array_from_tensor(tensor: Tensor) -> Array:
     tensor : Tensor
         Any shape, any device; dtypes that NumPy knows.
     """
-    values = np.ascontiguousarray(tensor.detach().cpu().numpy()).reshape(tensor.shape)
-    header = BytesIO()
-    npy.write_array_header_1_0(header, npy.header_data_from_array_1_0(values))
-    data = b"".join([header.getvalue(), values.data])
-    return Array(dtype=str(values.dtype), shape=tuple(values.shape), stype=_STYPE, data=data)
+    return Array(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(tensor.shape),
+        stype=_STYPE,
+        data=npy_from_tensor(tensor),
+    )
 
 
 def tensors_from_record(record: ArrayRecord) -> dict[str, Tensor]:
@@ -100,14 +145,3 @@ def record_from_tensors(
     """Serialise named tensors, one after the other, into a record."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     return ArrayRecord({name: array_from_tensor(tensor) for name, tensor in items})
-
-
-def _read_header(data: bytes) -> tuple[np.dtype[Any], bool, tuple[int, ...], int]:
-    """Read an .npy header: dtype, Fortran order, shape, offset of the payload."""
-    file = BytesIO(data)  # shares the bytes
-    version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran_order, dtype = read(file)
-    if dtype.kind not in "biuf":
-        raise ValueError(f"payload of dtype {dtype}, allowed are numbers and bool")
-    return dtype, fortran_order, shape, file.tell()
