@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -69,6 +69,21 @@ class OuterEngine:
         self.device = torch.device("cpu" if device is None else device)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.seed = seed
+
+    def settings(self) -> dict[str, Any]:
+        """Return what decides the numbers of an outer step, as JSON has it."""
+        return {
+            "merge": self.merge.name,
+            "merge-options": self.merge_options,
+            "outer-lr": self.outer.lr,
+            "outer-momentum": self.outer.momentum,
+            "nesterov": self.outer.nesterov,
+            "orthogonalize": self.orthogonalize,
+            "weighting": self.weighting,
+            "average-only": list(self.average_only),
+            "exclude": list(self.exclude),
+            "min-train-replies": self.min_train_replies,
+        }
 
     def run_round(
         self,

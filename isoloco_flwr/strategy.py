@@ -22,10 +22,18 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.exception import AggregationError
 from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 from flwr.supercore import log
 from torch import Tensor
 
 from isoloco_flwr.aggregation import BadReplyError, Reply, Weighting, read_reply
+from isoloco_flwr.checkpoint import (
+    ChangedSettingsError,
+    Checkpoint,
+    check_same_settings,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from isoloco_flwr.engine import BUFFERS, Orthogonalize, OuterEngine, SkippedRoundError
 from isoloco_flwr.grid import StreamingGrid
 from isoloco_flwr.presets import PRESETS
@@ -221,6 +229,7 @@ class MergeStrategy(FedAvg):
         self.train_metrics = MetricRecord()
         """Metrics of the newest round, for an `evaluate_fn` that writes them down."""
         self._round: _Round | None = None
+        self._checkpointed: int | None = None
 
     def summary(self) -> None:
         """Log summary configuration of the strategy."""
@@ -246,24 +255,148 @@ class MergeStrategy(FedAvg):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+        *,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int = 1,
+        checkpoints_kept: int = 2,
+        resume: bool = False,
+        allow_changed_settings: bool = False,
     ) -> Result:
-        """Run the rounds as Flower's `Strategy.start` does, adding up replies as they arrive.
+        """Run the rounds, as Flower's `Strategy.start` does, and keep checkpoints of them.
 
-        Parameters and result are those of `Strategy.start`, but `Result.arrays` holds the initial
-        arrays, not an empty record, when no round aggregated.
+        Replies are added up as they arrive. Parameters down to `evaluate_fn` and the result are
+        those of `Strategy.start`, but `Result.arrays` holds the initial arrays, not an empty
+        record, when no round aggregated.
+
+        Parameters
+        ----------
+        grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn
+            As in Flower; `num_rounds` counts those before a resume too.
+        checkpoint_dir : Optional[str | Path] (default: None)
+            Folder for the checkpoints of this run, see `isoloco_flwr.checkpoint`; None keeps none.
+        checkpoint_every : int (default: 1)
+            Rounds from one checkpoint to the next; the last round always has one.
+        checkpoints_kept : int (default: 2)
+            Newest checkpoints that stay on the disk.
+        resume : bool (default: False)
+            Go on from the newest good checkpoint, with its parameters, momentum and round; from
+            the start if there is none. On the CPU the result has the bits of an unbroken run.
+        allow_changed_settings : bool (default: False)
+            Resume even if the strategy's settings are not those of the checkpoint.
+
+        Raises
+        ------
+        ChangedSettingsError
+            If the settings are others and that is not allowed.
+        ValueError
+            If a value is out of range, or `checkpoint_dir` holds checkpoints and `resume` is
+            False: they belong to another run.
         """
-        result = super().start(
-            StreamingGrid(grid),
-            initial_arrays,
-            num_rounds,
-            timeout,
-            train_config,
-            evaluate_config,
-            evaluate_fn,
-        )
-        if not result.arrays:
-            result.arrays = initial_arrays
+        log(INFO, "Starting %s strategy:", type(self).__name__)
+        log_strategy_start_info(num_rounds, initial_arrays, train_config, evaluate_config)
+        self.summary()
+        log(INFO, "")
+        folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+        for name, value in (
+            ("checkpoint_every", checkpoint_every),
+            ("checkpoints_kept", checkpoints_kept),
+        ):
+            if value < 1:
+                raise ValueError(f"{name}={value}: allowed is a number >= 1")
+        self._checkpointed = None if folder is None else 0
+        arrays, done = self._resume(folder, initial_arrays, resume, allow_changed_settings)
+        train_config = ConfigRecord() if train_config is None else train_config
+        evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
+        grid = StreamingGrid(grid)
+        result = Result(arrays=arrays)
+        started = time.time()
+        if evaluate_fn and done == 0:
+            metrics = evaluate_fn(0, arrays)
+            log(INFO, "Initial global evaluation results: %s", metrics)
+            if metrics is not None:
+                result.evaluate_metrics_serverapp[0] = metrics
+        for server_round in range(done + 1, num_rounds + 1):
+            log(INFO, "")
+            log(INFO, "[ROUND %s/%s]", server_round, num_rounds)
+            messages = self.configure_train(server_round, arrays, train_config, grid)
+            new_arrays, metrics = self.aggregate_train(
+                server_round, grid.send_and_receive(messages, timeout=timeout)
+            )
+            if new_arrays is not None:
+                result.arrays = arrays = new_arrays
+            if metrics is not None:
+                log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
+                result.train_metrics_clientapp[server_round] = metrics
+            messages = self.configure_evaluate(server_round, arrays, evaluate_config, grid)
+            metrics = self.aggregate_evaluate(
+                server_round, grid.send_and_receive(messages, timeout=timeout)
+            )
+            if metrics is not None:
+                log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
+                result.evaluate_metrics_clientapp[server_round] = metrics
+            if evaluate_fn:
+                log(INFO, "Global evaluation")
+                metrics = evaluate_fn(server_round, arrays)
+                log(INFO, "\t└──> MetricRecord: %s", metrics)
+                if metrics is not None:
+                    result.evaluate_metrics_serverapp[server_round] = metrics
+            if folder and (server_round % checkpoint_every == 0 or server_round == num_rounds):
+                # After the evaluation: what it wrote down is there when the round counts as done.
+                checkpoint = Checkpoint(
+                    server_round=server_round,
+                    parameters=tensors_from_record(arrays),
+                    momentum=self.engine.outer.state_dict(),
+                    settings=self.settings(),
+                )
+                save_checkpoint(folder, checkpoint, keep=checkpoints_kept)
+                self._checkpointed = server_round
+        log(INFO, "")
+        log(INFO, "Strategy execution finished in %.2fs", time.time() - started)
+        log(INFO, "")
+        log(INFO, "Final results:")
+        log(INFO, "")
+        for line in str(result).splitlines():
+            log(INFO, "\t%s", line)
+        log(INFO, "")
         return result
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that decide a run's numbers, as JSON has them."""
+        return {
+            **self.engine.settings(),
+            "fraction-train": self.fraction_train,
+            "min-train-nodes": self.min_train_nodes,
+            "seed": self.seed,
+        }
+
+    def _resume(
+        self, folder: Path | None, initial_arrays: ArrayRecord, resume: bool, allow_changed: bool
+    ) -> tuple[ArrayRecord, int]:
+        """Return where to go on from: parameters and rounds done."""
+        if folder is None:
+            if resume:
+                raise ValueError("resume=True: checkpoint_dir must say where the checkpoints are")
+            return initial_arrays, 0
+        if not resume:
+            if list(folder.glob("round-*")):
+                raise ValueError(
+                    f"checkpoint_dir={str(folder)!r} holds checkpoints of another run: allowed is "
+                    "resume=True or an empty folder"
+                )
+            return initial_arrays, 0
+        checkpoint = newest_checkpoint(folder)
+        if checkpoint is None:
+            log(WARNING, "No checkpoint in %s: the run starts at its beginning", folder)
+            return initial_arrays, 0
+        try:
+            check_same_settings(checkpoint.settings, self.settings())
+        except ChangedSettingsError as changed:
+            if not allow_changed:
+                raise
+            log(WARNING, "Resuming all the same: %s", changed)
+        self.engine.outer.load_state_dict(checkpoint.momentum)
+        self._checkpointed = checkpoint.server_round
+        return record_from_tensors(checkpoint.parameters), checkpoint.server_round
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -404,6 +537,9 @@ class MergeStrategy(FedAvg):
     ) -> list[Message]:
         # A record of its own: a straggler of this round must not read the next one's number.
         config = ConfigRecord({**config, "server-round": server_round})
+        if self._checkpointed is not None:
+            # Workers that keep state of their own keep that of this round, for a resume.
+            config["checkpoint-round"] = self._checkpointed
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
         return list(self._construct_messages(record, list(nodes.values()), message_type))
 
