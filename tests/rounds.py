@@ -1,6 +1,6 @@
 """A round of a strategy without processes: messages out to made-up nodes, replies by hand."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from uuid import uuid4
 
 import numpy as np
@@ -11,22 +11,29 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from torch import Tensor
 
+Work = Callable[[int, dict[str, Tensor], ConfigRecord], Mapping[str, Tensor]]
 
-class ListedNodes(Grid):
-    """A grid that knows which nodes exist and hands out message ids; it carries nothing."""
 
-    def __init__(self, node_ids: Sequence[int]) -> None:
-        self._node_ids = list(node_ids)
+class LoopbackGrid(Grid):
+    """A grid whose nodes 101, 102, ... live in this process and answer at once.
+
+    Without `work` it only hands out message ids: the test writes the replies.
+    """
+
+    def __init__(self, num_nodes: int, work: Work | None = None) -> None:
+        self._node_ids = [101 + place for place in range(num_nodes)]
+        self._work = work
+        self._waiting: dict[str, Message] = {}
 
     def set_run(self, run) -> None:
-        raise AssertionError("not part of a round")
+        raise AssertionError("a test has no run")
 
     @property
     def run(self):
-        raise AssertionError("not part of a round")
+        raise AssertionError("a test has no run")
 
     def create_message(self, *args, **keywords):
-        raise AssertionError("not part of a round")
+        raise AssertionError("deprecated")
 
     def get_node_ids(self) -> Iterable[int]:
         return self._node_ids
@@ -40,20 +47,27 @@ class ListedNodes(Grid):
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         for message in messages:
             message.metadata.__dict__["_message_id"] = str(uuid4())
-        return [message.metadata.message_id for message in messages]
+            self._waiting[message.metadata.message_id] = message
+        return list(self._waiting)
 
-    def pull_messages(self, message_ids):
-        raise AssertionError("not part of a round")
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = []
+        for message_id in message_ids:
+            message = self._waiting.pop(message_id)
+            node = message.metadata.dst_node_id - 101
+            sent = tensors(message.content["arrays"])
+            replies.append(reply(message, self._work(node, sent, message.content["config"])))
+        return replies
 
     def send_and_receive(self, messages, *, timeout=None):
-        raise AssertionError("not part of a round")
+        return self.pull_messages(self.push_messages(messages))
 
 
 def ask(
     strategy: FedAvg, arrays: ArrayRecord, *, num_nodes: int, server_round: int = 1
 ) -> list[Message]:
     """Let a strategy configure a round for nodes 101, 102, ... and give its messages ids."""
-    grid = ListedNodes([101 + place for place in range(num_nodes)])
+    grid = LoopbackGrid(num_nodes)
     messages = list(strategy.configure_train(server_round, arrays, ConfigRecord(), grid))
     grid.push_messages(messages)
     return messages
