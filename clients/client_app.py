@@ -1,20 +1,21 @@
 """The ClientApp of the pre-training app: a thin adapter around pretraining."""
 
 from functools import lru_cache
-from pathlib import Path
+from logging import WARNING
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.supercore import log
 from transformers import PreTrainedModel
 
 from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer, run_inner_steps
 from isoloco_flwr.pretraining.model import build_model
 from isoloco_flwr.pretraining.stream import worker_batch
 from isoloco_flwr.pretraining.tokenizer import VOCABULARY_SIZE
-from isoloco_flwr.pretraining.tokens import cache_folder, load_tokens
+from isoloco_flwr.pretraining.tokens import Tokens, cache_folder, load_tokens
 from isoloco_flwr.pretraining.worker_state import load_worker_state, save_worker_state
 from isoloco_flwr.records import record_from_tensors, tensors_from_record
-from isoloco_flwr.settings import RunSettings, SettingsError, parse_settings
+from isoloco_flwr.settings import SettingsError, parse_settings
 
 app = ClientApp()
 
@@ -26,7 +27,7 @@ def query(message: Message, context: Context) -> Message:
     worker, num_workers = _place(context)
     model = _model(settings.model.preset)
     worker_batch(
-        load_tokens(settings.data.source).train,
+        _tokens(settings.data.source).train,
         context=model.config.max_position_embeddings,
         seed=settings.seed,
         worker=worker,
@@ -46,14 +47,21 @@ def train(message: Message, context: Context) -> Message:
     batch_size = settings.worker_batch_size(num_workers)
     config = message.content.config_records["config"]
     server_round = int(config["server-round"])
-    state_folder = _state_folder(context, str(config["run-key"]), worker)
-    tokens = load_tokens(settings.data.source)
+    state_folder = cache_folder() / "workers" / str(config["run-key"]) / f"worker-{worker:04d}"
+    tokens = _tokens(settings.data.source)
     model = _model(settings.model.preset)
     model.load_state_dict(tensors_from_record(message.content.array_records["arrays"]))
     optimizer = build_inner_optimizer(
         settings.inner.optimizer, model.parameters(), lr=settings.inner.lr
     )
     restored = load_worker_state(state_folder, optimizer, round_number=server_round - 1)
+    if not restored and server_round > 1:
+        log(
+            WARNING,
+            "Worker %d has no state of round %d: it starts afresh",
+            worker,
+            server_round - 1,
+        )
     report = run_inner_steps(
         model,
         optimizer,
@@ -71,15 +79,28 @@ def train(message: Message, context: Context) -> Message:
         total_steps=settings.total_inner_steps,
         lr=settings.inner.lr,
     )
-    save_worker_state(state_folder, optimizer, round_number=server_round)
+    checkpointed = config.get("checkpoint-round")
+    save_worker_state(
+        state_folder,
+        optimizer,
+        round_number=server_round,
+        keep_from=None if checkpointed is None else int(checkpointed),
+    )
     metrics = MetricRecord(
         {
             "num-examples": settings.inner.steps * batch_size,
             "train-loss": report.mean_loss,
+            "state-lost": int(not restored and server_round > 1),
         }
     )
     arrays = record_from_tensors(model.state_dict())
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+@lru_cache(maxsize=1)
+def _tokens(source: str) -> Tokens:
+    """Open the memory maps once for all virtual workers of this process."""
+    return load_tokens(source)
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,121 @@
+"""The inner optimizer's state of one worker, kept in files from round to round."""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["WorkerStateError", "load_worker_state", "save_worker_state"]
+
+FORMAT = "isoloco_flwr worker state 1"
+
+
+class WorkerStateError(ValueError):
+    """A state file that is cut, edited, or of another optimizer; the message names it."""
+
+
+def save_worker_state(
+    folder: Path, optimizer: Optimizer, *, round_number: int, keep_from: int | None = None
+) -> None:
+    """Write the state of an optimizer after a round, whole or not at all.
+
+    Parameters
+    ----------
+    folder : Path
+        The worker's own folder; made if missing.
+    optimizer : Optimizer
+        What is saved: all its tensors, by parameter and name.
+    round_number : int
+        The round that is done.
+    keep_from : int, optional
+        Oldest round whose state stays, for a run that goes back to it; None keeps the round before
+        this one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{index}.{name}": value
+        for index, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    metadata = {"format": FORMAT, "round": str(round_number), "sha256": _digest(tensors)}
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".part-", delete=False) as file:
+        file.write(save(tensors, metadata=metadata))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(file.name, _path(folder, round_number))
+    oldest = round_number - 1 if keep_from is None else min(keep_from, round_number - 1)
+    for path in folder.glob("round-*.safetensors"):
+        number = int(path.stem.removeprefix("round-"))
+        if number < oldest or number > round_number:
+            path.unlink(missing_ok=True)
+
+
+def load_worker_state(folder: Path, optimizer: Optimizer, *, round_number: int) -> bool:
+    """Give an optimizer the state it had after a round.
+
+    Parameters
+    ----------
+    folder : Path
+        The worker's own folder.
+    optimizer : Optimizer
+        A fresh optimizer over the same parameters.
+    round_number : int
+        The round that was done; after round 0 there is no state.
+
+    Returns
+    -------
+    bool
+        False if there is no state of that round; the optimizer is as it was.
+
+    Raises
+    ------
+    WorkerStateError
+        If the file is cut, edited or another optimizer's.
+    """
+    path = _path(folder, round_number)
+    if not path.exists():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WorkerStateError(f"{path} was cut or edited: {error}") from error
+    if metadata.get("format") != FORMAT or metadata.get("round") != str(round_number):
+        raise WorkerStateError(f"{path} is not {FORMAT!r} of round {round_number}")
+    if metadata.get("sha256") != _digest(tensors):
+        raise WorkerStateError(f"{path} was edited")
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        index, name = key.split(".", 1)
+        state.setdefault(int(index), {})[name] = value
+    groups = optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state.items():
+        if index >= len(parameters) or any(
+            value.ndim and value.shape != parameters[index].shape for value in values.values()
+        ):
+            raise WorkerStateError(f"{path} is the state of another model")
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return True
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        values = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _path(folder: Path, round_number: int) -> Path:
+    return folder / f"round-{round_number:06d}.safetensors"
