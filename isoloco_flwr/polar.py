@@ -29,7 +29,6 @@ is completed by arbitrary orthonormal directions.
 import math
 import time
 from functools import cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -42,8 +41,11 @@ METHODS = ("svd", "gram", "newton_schulz", "polar_express", "rational3", "ration
 SCALES = ("nuclear", "rms")
 """Ways to the isotropic matrix's scale."""
 
-NEWTON_SCHULZ_STEPS = ((3.4445, -4.7750, 2.0315),) * 5
-"""Coefficients of x, x³ and x⁵ in every step."""
+Steps = tuple[tuple[float, float, float], ...]
+"""Coefficients of x, x³ and x⁵ of one odd quintic after the other."""
+
+NEWTON_SCHULZ_STEPS: Steps = ((3.4445, -4.7750, 2.0315),) * 5
+"""The published step, five times."""
 
 EXPRESS_FLOOR = 3e-4
 """Smallest singular value, relative to the largest, that "polar_express" takes to 1."""
@@ -74,7 +76,7 @@ Least squares over log-uniform spectra of 0.3 to 3.5 decades: their sums, read f
 within 2 % of the sum of singular values, where ⟨O, A⟩ is up to 9 % off.
 """
 
-TALL = 1.5
+TALL = {"newton_schulz": 1.5, "polar_express": 3.0}
 """From this ratio of the sides on, iterations run on the Gram matrix and not on X."""
 
 BLOCK = 256
@@ -209,7 +211,7 @@ def normalised(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _isotropic(x: Tensor, method: str, scale: str | None) -> Tensor:
     """Polar factor (scale None) or isotropic matrix of tall x of shape (m, n) or (b, m, n)."""
     m, k = x.shape[-2:]
-    if method == "svd" or (method in ("newton_schulz", "polar_express") and m < TALL * k):
+    if method == "svd" or (method in ("newton_schulz", "polar_express") and m < TALL[method] * k):
         factor = _svd_factor(x) if method == "svd" else _iterate(x, method)
         if scale == "nuclear":
             factor *= inner(factor, x) / k
@@ -225,7 +227,7 @@ def _isotropic(x: Tensor, method: str, scale: str | None) -> Tensor:
     elif method in RATIONALS:
         root, total = _rational_root(g, method)
     else:
-        root, total = _iterate_root(g, method)
+        root, total = _iterate_root(g, _steps(method, x.dtype), _bound(g, method))
     if scale == "nuclear":
         root *= total / k
     elif scale == "rms":
@@ -235,7 +237,8 @@ def _isotropic(x: Tensor, method: str, scale: str | None) -> Tensor:
 
 def _svd_factor(x: Tensor) -> Tensor:
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    return (u * (s[..., None, :1] > 0)) @ vh  # of a zero matrix nothing is left
+    factor: Tensor = (u * (s[..., None, :1] > 0)) @ vh  # of a zero matrix nothing is left
+    return factor
 
 
 # --- symmetric matrices --------------------------------------------------------------------------
@@ -259,7 +262,7 @@ def gram(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return XᵀX of x of shape (m, n) or (b, m, n), added up in a dtype."""
     n = x.shape[-1]
     out = torch.zeros(*x.shape[:-2], n, n, dtype=dtype, device=x.device)
-    for rows in x.split(ROWS if x.device.type == "cpu" else x.shape[-2], dim=-2):
+    for rows in torch.split(x, ROWS if x.device.type == "cpu" else x.shape[-2], dim=-2):
         rows = rows.to(dtype)
         _add_symmetric(out, rows, rows)
     return _mirror(out)
@@ -386,19 +389,16 @@ def _largest_eigenvalue(g: Tensor) -> Tensor:
     return torch.where(largest > 0, largest, 1)
 
 
-def _iterate_root(g: Tensor, method: str) -> tuple[Tensor, Tensor]:
+def _iterate_root(g: Tensor, steps: Steps, bound: Tensor) -> tuple[Tensor, Tensor]:
     """G^(-1/2) by odd polynomials x q(x²): the root gains a factor q(G), G becomes G q(G)²."""
-    bound = _bound(g, method)
     h = g / bound.square()
     # Rounding makes the smallest eigenvalues negative, and those would grow without end.
     _add_to_diagonal(h, torch.finfo(g.dtype).eps)
-    root = None
-    steps = _steps(method, g.dtype)
-    for number, step in enumerate(steps, start=1):
+    root = q = _even_part(h, steps[0])
+    for step in steps[1:]:
+        h = symmetric_product(symmetric_product(h, q), q)
         q = _even_part(h, step)
-        root = q if root is None else symmetric_product(root, q)
-        if number < len(steps):
-            h = symmetric_product(symmetric_product(h, q), q)
+        root = symmetric_product(root, q)
     root = root / bound
     return root, inner(root, g)
 
@@ -431,14 +431,14 @@ def _even_part(g: Tensor, step: tuple[float, float, float]) -> Tensor:
     return q
 
 
-def _steps(method: str, dtype: torch.dtype) -> tuple[tuple[float, float, float], ...]:
+def _steps(method: str, dtype: torch.dtype) -> Steps:
     if method == "newton_schulz":
         return NEWTON_SCHULZ_STEPS
     return express_steps(EXPRESS_FLOOR, EXPRESS_ACCURACY[dtype])
 
 
 @cache
-def express_steps(floor: float, accuracy: float) -> tuple[tuple[float, float, float], ...]:
+def express_steps(floor: float, accuracy: float) -> Steps:
     """Return quintic steps that take [floor, 1] to within accuracy of 1 (arXiv 2505.16932).
 
     Every step is the odd quintic nearest to 1 on the interval that the steps before it lead to:
@@ -456,6 +456,8 @@ def express_steps(floor: float, accuracy: float) -> tuple[tuple[float, float, fl
 
 def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
     """Return the odd quintic nearest to 1 on [low, high], by Remez exchange."""
+    if high - low < 1e-3:
+        return 15 / 8, -10 / 8, 3 / 8  # the limit: value 1 and no slope or curvature at 1
     inner = [low + (high - low) / 3, low + 2 * (high - low) / 3]
     for _ in range(50):
         points = torch.tensor([low, *inner, high], dtype=torch.float64)

@@ -1,14 +1,19 @@
 """The merges by name, with their options: one table for every caller."""
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from isoloco_flwr import polar
+from isoloco_flwr.merging.dare import dare
 from isoloco_flwr.merging.iso_c import iso_c, iso_c_of_mean
+from isoloco_flwr.merging.iso_cts import iso_cts
 from isoloco_flwr.merging.mean import mean
+from isoloco_flwr.merging.ties import ties
+from isoloco_flwr.merging.tsv import tsv
 
 __all__ = ["METHODS", "MergeMethod", "MergeOption", "check_options", "merge"]
 
@@ -52,6 +57,18 @@ def _one_of(default: str, allowed: Iterable[str]) -> MergeOption:
     return MergeOption(default, f"one of {', '.join(names)}", lambda value: value in names)
 
 
+def _number(value: object) -> float:
+    """Return a number as a float, and anything else as one that no range holds."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else math.nan  # type: ignore[arg-type]
+
+
+def _is_generators(value: object) -> bool:
+    if isinstance(value, Sequence):
+        return all(isinstance(one, Generator) for one in value)
+    return value is None or isinstance(value, Generator)
+
+
 METHODS: dict[str, MergeMethod] = {
     method.name: method
     for method in (
@@ -75,6 +92,71 @@ METHODS: dict[str, MergeMethod] = {
             },
             summary="mean with every singular value replaced by the mean one",
             paper="arXiv 2502.04959",
+        ),
+        MergeMethod(
+            name="iso_cts",
+            function=iso_cts,
+            from_mean=None,
+            matrices_only=True,
+            options={
+                "common_space_fraction": MergeOption(
+                    0.8, "a number from 0 to 1", lambda value: 0 <= _number(value) <= 1
+                ),
+            },
+            summary="common directions and every worker's own, all singular values equal",
+            paper="arXiv 2502.04959",
+        ),
+        MergeMethod(
+            name="tsv",
+            function=tsv,
+            from_mean=None,
+            matrices_only=True,
+            options={
+                "singular_ratio": MergeOption(
+                    None,
+                    "a number above 0 and up to 1, or none for 1/R",
+                    lambda value: value is None or 0 < _number(value) <= 1,
+                ),
+                "decorrelate": MergeOption(
+                    True, "true or false", lambda value: isinstance(value, bool)
+                ),
+            },
+            summary="sum of every worker's leading singular triples, decorrelated",
+            paper="arXiv 2412.00081",
+        ),
+        MergeMethod(
+            name="ties",
+            function=ties,
+            from_mean=None,
+            matrices_only=False,
+            options={
+                "sparsity": MergeOption(
+                    0.1, "a number from 0 to 1", lambda value: 0 <= _number(value) <= 1
+                ),
+            },
+            summary="mean of the large entries that have the elected sign",
+            paper="arXiv 2306.01708",
+        ),
+        MergeMethod(
+            name="dare",
+            function=dare,
+            from_mean=None,
+            matrices_only=False,
+            options={
+                "sparsity": MergeOption(
+                    0.1,
+                    "a number from 0 to below 1",
+                    lambda value: 0 <= _number(value) < 1,
+                ),
+                "generator": MergeOption(
+                    None,
+                    "none, a torch.Generator, or a sequence of one for each worker",
+                    _is_generators,
+                    in_config=False,
+                ),
+            },
+            summary="mean of randomly thinned and rescaled pseudo-gradients",
+            paper="arXiv 2311.03099",
         ),
     )
 }

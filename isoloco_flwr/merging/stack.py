@@ -1,9 +1,9 @@
-"""What every merge does first: look at the stack it is handed."""
+"""What merges share: the check of the stack they are handed, and the choice of entries."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_stack"]
+__all__ = ["as_stack", "kept_count", "largest"]
 
 
 def as_stack(method: str, deltas: Tensor) -> Tensor:
@@ -36,3 +36,19 @@ def as_stack(method: str, deltas: Tensor) -> Tensor:
         bad = [r for r, delta in enumerate(deltas) if not torch.isfinite(delta).all()]
         raise ValueError(f"{method}: values of worker(s) {bad} are not finite")
     return deltas if deltas.dtype == torch.float64 else deltas.float()
+
+
+def kept_count(numel: int, sparsity: float) -> int:
+    """Return how many of `numel` entries are kept: at least one, and none of none."""
+    return min(numel, max(1, int((1 - sparsity) * numel)))
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Return the mask of exactly the `count` largest values of a vector, the first ones of ties."""
+    if count == values.numel():
+        return torch.ones_like(values, dtype=torch.bool)
+    threshold = values.kthvalue(values.numel() - count + 1).values
+    mask = values > threshold
+    tied = (values == threshold).nonzero().squeeze(-1)
+    mask[tied[: count - int(mask.sum())]] = True
+    return mask
