@@ -376,13 +376,13 @@ def _rational_root(g: Tensor, method: str) -> tuple[Tensor, Tensor]:
 def _largest_eigenvalue(g: Tensor) -> Tensor:
     """Estimate the largest eigenvalue, shape (..., 1, 1); on average a little too high.
 
-    Four power steps from the column with the largest diagonal entry find at least two thirds of
-    it; over spectra that decay, nine tenths.
+    Eight power steps from the column with the largest diagonal entry find nine tenths of it or
+    more; 1.3 times that keeps the whole spectrum where the rationals were fitted.
     """
     column = g.diagonal(dim1=-2, dim2=-1).argmax(-1)[..., None, None]
     v = torch.take_along_dim(g, column, -1)
     tiny = torch.finfo(g.dtype).tiny
-    for _ in range(4):
+    for _ in range(8):
         v = v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True).clamp(min=tiny)
         v = g @ v
     largest = 1.3 * torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True)

@@ -139,11 +139,11 @@ ISO_C_METHODS = ["svd", "gram", "newton_schulz", "polar_express", "rational3", "
 @MANY
 @given(m=st.integers(1, 10), n=st.integers(1, 10), count=workers, seed=seeds)
 def test_iso_c_commutes_with_transposition(polar, m, n, count, seed):
+    # The rationals estimate the largest singular value from the small side: a square has two.
+    assume(m != n or not polar.startswith("rational"))
     stack = random_stack(count, (m, n), seed, torch.float64)
     got = merge("iso_c", stack.mT, polar=polar).mT
-    # The rationals only estimate the largest singular value, from one side of the matrix.
-    tolerance = 0.1 if polar.startswith("rational") else 1e-6
-    assert_near(got, merge("iso_c", stack, polar=polar), tolerance)
+    assert_near(got, merge("iso_c", stack, polar=polar), 1e-6)
 
 
 @pytest.mark.parametrize("polar", ISO_C_METHODS[:4])

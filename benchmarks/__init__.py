@@ -1,0 +1,1 @@
+"""Benchmarks: every figure in the documentation comes from one of these."""
