@@ -94,6 +94,7 @@ def test_shape_dtype_device_stay_and_the_input_is_untouched(
     before = stack.clone()
     merged = run(method, options, stack)
     assert (merged.shape, merged.dtype, merged.device) == (stack.shape[1:], dtype, stack.device)
+    assert merged.is_contiguous()
     assert torch.isfinite(merged).all()
     assert torch.equal(stack, before)
 
