@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from logging import WARNING
+from typing import cast
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -46,7 +47,7 @@ def train(message: Message, context: Context) -> Message:
     worker, num_workers = _place(context)
     batch_size = settings.worker_batch_size(num_workers)
     config = message.content.config_records["config"]
-    server_round = int(config["server-round"])
+    server_round = cast(int, config["server-round"])
     state_folder = cache_folder() / "workers" / str(config["run-key"]) / f"worker-{worker:04d}"
     tokens = _tokens(settings.data.source)
     model = _model(settings.model.preset)
@@ -79,12 +80,12 @@ def train(message: Message, context: Context) -> Message:
         total_steps=settings.total_inner_steps,
         lr=settings.inner.lr,
     )
-    checkpointed = config.get("checkpoint-round")
+    checkpointed = cast("int | None", config.get("checkpoint-round"))
     save_worker_state(
         state_folder,
         optimizer,
         round_number=server_round,
-        keep_from=None if checkpointed is None else int(checkpointed),
+        keep_from=checkpointed,
     )
     metrics = MetricRecord(
         {

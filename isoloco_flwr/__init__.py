@@ -4,8 +4,28 @@
 are in `isoloco_flwr.merging`.
 """
 
-from isoloco_flwr.strategy import DiLoCo, IsoC, IsoLoCo, LocalSGD, MergeStrategy
+from isoloco_flwr.strategy import (
+    DARE,
+    TIES,
+    TSVM,
+    DiLoCo,
+    IsoC,
+    IsoCTS,
+    IsoLoCo,
+    LocalSGD,
+    MergeStrategy,
+)
 
-__all__ = ["DiLoCo", "IsoC", "IsoLoCo", "LocalSGD", "MergeStrategy"]
+__all__ = [
+    "DARE",
+    "TIES",
+    "TSVM",
+    "DiLoCo",
+    "IsoC",
+    "IsoCTS",
+    "IsoLoCo",
+    "LocalSGD",
+    "MergeStrategy",
+]
 
 __version__ = "0.1.0"

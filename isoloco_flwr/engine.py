@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isoloco_flwr.aggregation import MeanAccumulator, Reply, Weighting, in_order, is_finite
 from isoloco_flwr.merging import METHODS, check_options
+from isoloco_flwr.merging.dare import worker_generator
 from isoloco_flwr.outer import OuterOptimizer
 from isoloco_flwr.scratch import ScratchStack
 

@@ -30,7 +30,17 @@ from isoloco_flwr.engine import BUFFERS, Orthogonalize, OuterEngine, SkippedRoun
 from isoloco_flwr.presets import PRESETS
 from isoloco_flwr.records import npy_from_tensor, tensor_from_npy
 
-__all__ = ["DiLoCo", "IsoC", "IsoLoCo", "LocalSGD", "MergeStrategy"]
+__all__ = [
+    "DARE",
+    "TIES",
+    "TSVM",
+    "DiLoCo",
+    "IsoC",
+    "IsoCTS",
+    "IsoLoCo",
+    "LocalSGD",
+    "MergeStrategy",
+]
 
 _TENSOR_TYPE = "numpy.ndarray"
 
@@ -181,6 +191,34 @@ class IsoLoCo(MergeStrategy):
 
     def __init__(self, **keywords: Any) -> None:
         super().__init__(**_preset("isoloco", keywords))
+
+
+class IsoCTS(MergeStrategy):
+    """Iso-CTS and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**_preset("iso-cts", keywords))
+
+
+class TSVM(MergeStrategy):
+    """TSV-M and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**_preset("tsv-m", keywords))
+
+
+class TIES(MergeStrategy):
+    """TIES and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**_preset("ties", keywords))
+
+
+class DARE(MergeStrategy):
+    """DARE and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(**_preset("dare", keywords))
 
 
 def _preset(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:

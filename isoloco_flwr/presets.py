@@ -27,4 +27,8 @@ PRESETS: dict[str, Preset] = {
     "diloco": Preset("mean", outer_lr=0.7, outer_momentum=0.9, nesterov=True),
     "iso-c": Preset("iso_c", outer_lr=2.1),
     "isoloco": Preset("iso_c", outer_lr=1.8, outer_momentum=0.8, nesterov=True),
+    "iso-cts": Preset("iso_cts", outer_lr=3.1, merge_options={"common_space_fraction": 0.8}),
+    "tsv-m": Preset("tsv", outer_lr=0.6),
+    "ties": Preset("ties", outer_lr=0.7, merge_options={"sparsity": 0.1}),
+    "dare": Preset("dare", outer_lr=1.5, merge_options={"sparsity": 0.1}),
 }

@@ -77,7 +77,7 @@ class ScratchStack:
         for name, sent in self._reference.items():
             dtype = accumulation_dtype(sent)
             delta = sent.to(dtype) - tensors[name].to(dtype)
-            view = memoryview(delta.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            view = delta.reshape(-1).view(torch.uint8).numpy().data
             offset = self._offsets[name] + row * view.nbytes
             while view:
                 written = os.pwrite(self._file.fileno(), view, offset)

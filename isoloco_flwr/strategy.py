@@ -39,7 +39,17 @@ from isoloco_flwr.grid import StreamingGrid
 from isoloco_flwr.presets import PRESETS
 from isoloco_flwr.records import record_from_tensors, tensors_from_record
 
-__all__ = ["DiLoCo", "IsoC", "IsoLoCo", "LocalSGD", "MergeStrategy"]
+__all__ = [
+    "DARE",
+    "TIES",
+    "TSVM",
+    "DiLoCo",
+    "IsoC",
+    "IsoCTS",
+    "IsoLoCo",
+    "LocalSGD",
+    "MergeStrategy",
+]
 
 
 @dataclass
@@ -627,6 +637,34 @@ class IsoLoCo(MergeStrategy):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **_preset("isoloco", keywords))
+
+
+class IsoCTS(MergeStrategy):
+    """Iso-CTS and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("iso-cts", keywords))
+
+
+class TSVM(MergeStrategy):
+    """TSV-M and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("tsv-m", keywords))
+
+
+class TIES(MergeStrategy):
+    """TIES and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("ties", keywords))
+
+
+class DARE(MergeStrategy):
+    """DARE and plain SGD (arXiv 2607.03011). Parameters: `MergeStrategy`."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **_preset("dare", keywords))
 
 
 def _preset(name: str, keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -37,8 +38,10 @@ def main() -> None:
         "overrides", nargs="*", metavar="KEY=VALUE", help="run-config values to change"
     )
     arguments = parser.parse_args()
+    # Ended from outside, too, the SuperLink and its children are ended with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     output = arguments.output.expanduser().absolute()
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     run_config = {
         **_overrides(arguments.overrides),
         "strategy.name": arguments.strategy,
@@ -170,8 +173,7 @@ def _sample(folder: Path) -> str:
     torch.manual_seed(0)
     room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
     tokens = model.generate(**prompt, max_new_tokens=room, do_sample=True, temperature=0.7)
-    text: str = tokenizer.decode(tokens[0], skip_special_tokens=True)
-    return text
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
 
 
 if __name__ == "__main__":

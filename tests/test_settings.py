@@ -80,14 +80,14 @@ def test_a_missing_key_is_named():
         parse_settings({key: value for key, value in DEFAULTS.items() if key != "seed"})
 
 
-@pytest.mark.parametrize(("workers", "share"), [(1, 64), (8, 8), (64, 1)])
+@pytest.mark.parametrize(("workers", "share"), [(1, 32), (8, 4), (32, 1)])
 def test_the_global_batch_is_shared_out(workers, share):
     assert parse_settings(DEFAULTS).worker_batch_size(workers) == share
 
 
-@pytest.mark.parametrize("workers", [3, 128])
+@pytest.mark.parametrize("workers", [3, 64])
 def test_a_global_batch_that_does_not_divide_is_refused(workers):
-    with pytest.raises(SettingsError, match=f"global-batch-size = 64.*multiple of {workers}"):
+    with pytest.raises(SettingsError, match=f"global-batch-size = 32.*multiple of {workers}"):
         parse_settings(DEFAULTS).worker_batch_size(workers)
 
 

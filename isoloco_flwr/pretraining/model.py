@@ -66,7 +66,6 @@ def build_model(preset: str, *, vocabulary_size: int, seed: int) -> LlamaForCaus
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=vocabulary_size - 1,
-        attn_implementation="sdpa",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
