@@ -14,7 +14,7 @@ import torch
 from flwr.app import Message, RecordDict
 from torch import Tensor
 
-from isoloco_flwr.records import tensors_from_record
+from isoloco_flwr.records import named_like, tensors_from_record
 
 __all__ = ["BadReplyError", "MeanAccumulator", "Reply", "in_order", "read_reply"]
 
@@ -75,7 +75,7 @@ def read_reply(
         raise BadReplyError(f"{len(content.array_records)} ArrayRecords, allowed is 1")
     record = next(iter(content.array_records.values()))
     try:
-        tensors = tensors_from_record(record)
+        tensors = named_like(tensors_from_record(record), reference)
     except ValueError as error:
         raise BadReplyError(str(error)) from error
     check_tensors(tensors, reference)

@@ -3,6 +3,9 @@
 Flower carries an array as the bytes of an .npy file. Reading it through `Array.numpy()` copies the
 payload; here a tensor looks straight at the bytes behind the .npy header, and writing builds
 header and payload with one copy.
+
+bfloat16, which NumPy and so Flower do not know, travels as an array of dtype "bfloat16" whose .npy
+payload holds the bits as uint16.
 """
 
 import math
@@ -18,6 +21,7 @@ from torch import Tensor
 
 __all__ = [
     "array_from_tensor",
+    "named_like",
     "npy_from_tensor",
     "record_from_tensors",
     "tensor_from_array",
@@ -26,6 +30,7 @@ __all__ = [
 ]
 
 _STYPE = "numpy.ndarray"
+_COMPILED = "_orig_mod."
 
 
 def tensor_from_npy(data: bytes) -> Tensor:
@@ -99,6 +104,8 @@ def tensor_from_array(array: Array) -> Tensor:
     if array.stype != _STYPE:
         raise ValueError(f"serialisation {array.stype!r}, allowed is {_STYPE!r}")
     tensor = tensor_from_npy(array.data)
+    if array.dtype == "bfloat16" and tensor.dtype == torch.uint16:
+        tensor = tensor.view(torch.bfloat16)
     if tensor.shape != tuple(array.shape):
         raise ValueError(
             f"payload of shape {tuple(tensor.shape)} under an array of shape {tuple(array.shape)}"
@@ -112,13 +119,14 @@ def array_from_tensor(tensor: Tensor) -> Array:
     Parameters
     ----------
     tensor : Tensor
-        Any shape, any device; dtypes that NumPy knows.
+        Any shape, any device; dtypes that NumPy knows, and bfloat16.
     """
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
     return Array(
         dtype=str(tensor.dtype).removeprefix("torch."),
         shape=tuple(tensor.shape),
         stype=_STYPE,
-        data=npy_from_tensor(tensor),
+        data=npy_from_tensor(bits),
     )
 
 
@@ -137,6 +145,15 @@ def tensors_from_record(record: ArrayRecord) -> dict[str, Tensor]:
         except (ValueError, TypeError) as error:
             raise ValueError(f"array {name!r}: {error}") from error
     return tensors
+
+
+def named_like(tensors: Mapping[str, Tensor], reference: Iterable[str]) -> dict[str, Tensor]:
+    """Give tensors the names of a reference where only `torch.compile`'s prefix differs.
+
+    A compiled module's state_dict says `_orig_mod.` before the names of what was compiled.
+    """
+    names = {name.replace(_COMPILED, ""): name for name in reference}
+    return {names.get(name.replace(_COMPILED, ""), name): value for name, value in tensors.items()}
 
 
 def record_from_tensors(

@@ -51,6 +51,17 @@ def test_a_transposed_tensor_is_written_right():
     np.testing.assert_array_equal(array_from_tensor(tensor).numpy(), tensor.numpy())
 
 
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
+def test_bfloat16_travels_as_its_bits(shape):
+    tensor = torch.randn(shape).to(torch.bfloat16)
+    array = array_from_tensor(tensor)
+    assert array.dtype == "bfloat16"
+    assert array.numpy().dtype == np.uint16  # what somebody without this project would see
+    back = tensor_from_array(array)
+    assert back.dtype == torch.bfloat16
+    assert torch.equal(back, tensor)
+
+
 def test_names_and_their_order_survive():
     tensors = {"b": torch.ones(2), "a": torch.zeros(())}
     back = tensors_from_record(record_from_tensors(tensors))

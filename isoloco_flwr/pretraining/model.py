@@ -1,11 +1,13 @@
 """Llama models by size."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-__all__ = ["MODEL_PRESETS", "ModelShape", "build_model"]
+__all__ = ["MODEL_PRESETS", "ModelShape", "build_model", "load_tensors", "model_tensors"]
 
 
 @dataclass(frozen=True)
@@ -70,3 +72,35 @@ def build_model(preset: str, *, vocabulary_size: int, seed: int) -> LlamaForCaus
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model by name, each once: tied weights have their first name."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        tensors[name] = tensor
+    return tensors
+
+
+def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into a model; the inverse of `model_tensors`.
+
+    Raises
+    ------
+    ValueError
+        If a tensor is missing, unknown or mis-shaped; the model is as it was then.
+    """
+    own = model_tensors(model)
+    wrong = own.keys() ^ tensors.keys() or {
+        name for name, tensor in own.items() if tensor.shape != tensors[name].shape
+    }
+    if wrong:
+        raise ValueError(f"tensors missing, unknown or mis-shaped: {', '.join(sorted(wrong))}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])

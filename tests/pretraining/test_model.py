@@ -4,9 +4,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from isoloco_flwr.pretraining.model import MODEL_PRESETS, build_model
+from isoloco_flwr.pretraining.model import (
+    MODEL_PRESETS,
+    build_model,
+    load_tensors,
+    model_tensors,
+)
 from isoloco_flwr.pretraining.tokenizer import END_OF_TEXT, byte_tokenizer, encode
 
 
@@ -65,3 +70,41 @@ def test_transformers_and_we_tokenize_alike(saved_tokenizer, text):
 def test_the_end_of_text_is_one_token(saved_tokenizer):
     assert saved_tokenizer.eos_token_id == END_OF_TEXT
     assert saved_tokenizer("a<|endoftext|>")["input_ids"] == [97, END_OF_TEXT]
+
+
+def tied_model():
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def test_tied_weights_travel_once_and_stay_tied():
+    model = tied_model()
+    tensors = {name: torch.randn_like(value) for name, value in model_tensors(model).items()}
+    assert set(model.state_dict()) - set(tensors) == {"lm_head.weight"}
+    load_tensors(model, tensors)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, value in model_tensors(model).items():
+        assert torch.equal(value, tensors[name])
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown", "shape"])
+def test_wrong_tensors_are_named_and_nothing_is_loaded(change):
+    model = build_model("demo", vocabulary_size=257, seed=0)
+    tensors = {name: value + 1 for name, value in model_tensors(model).items()}
+    if change == "missing":
+        del tensors["lm_head.weight"]
+    elif change == "unknown":
+        tensors["lm_head.weight.more"] = torch.zeros(1)
+    else:
+        tensors["lm_head.weight"] = torch.zeros(1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        load_tensors(model, tensors)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
