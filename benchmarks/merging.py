@@ -9,11 +9,12 @@ import argparse
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import Row, interleaved, write
+from benchmarks.report import Row, interleaved, median_ratio, write
 from isoloco_flwr.merging import iso_cts, tsv
 from isoloco_flwr.polar import METHODS, isotropic, polar
 
@@ -50,14 +51,20 @@ def accuracy(matrix: Tensor, factor: Tensor, mean_value: float, method: str) -> 
 def polar_rows(shapes: Counter[tuple[int, int]], repeats: int, device: str) -> list[Row]:
     """Time `isotropic` on every matrix of a model, method by method."""
     matrices = {shape: decaying(*shape, SPECTRA["mild"], 0)[0].to(device) for shape in shapes}
-    seconds = {
-        shape: interleaved(
-            {method: partial(isotropic, matrix, method) for method in METHODS}, repeats, device
-        )
-        for shape, matrix in matrices.items()
-    }
+    seconds = interleaved(
+        {
+            (shape, method): partial(isotropic, matrix, method)
+            for shape, matrix in matrices.items()
+            for method in METHODS
+        },
+        repeats,
+        device,
+    )
     model = {
-        method: sum(count * seconds[shape][method] for shape, count in shapes.items())
+        method: [
+            sum(count * seconds[shape, method][number] for shape, count in shapes.items())
+            for number in range(repeats)
+        ]
         for method in METHODS
     }
     square, tall, _, embedding = shapes
@@ -72,9 +79,9 @@ def polar_rows(shapes: Counter[tuple[int, int]], repeats: int, device: str) -> l
     for method in METHODS:
         row: dict[str, object] = {"method": method}
         for shape in (square, tall, embedding):
-            row[f"{shape[0]}×{shape[1]}, ms"] = f"{1e3 * seconds[shape][method]:.0f}"
-        row["whole model, s"] = f"{model[method]:.1f}"
-        row["times faster than SVD"] = f"{model['svd'] / model[method]:.2f}"
+            row[f"{shape[0]}×{shape[1]}, ms"] = f"{1e3 * median(seconds[shape, method]):.0f}"
+        row["whole model, s"] = f"{median(model[method]):.1f}"
+        row["times faster than SVD"] = f"{median_ratio(model['svd'], model[method]):.2f}"
         for name in SPECTRA:
             worst = max(errors[method, name, shape][0] for shape in (square, tall))
             row[f"polar factor off, {name}"] = f"{worst:.1e}"
@@ -144,9 +151,9 @@ def merge_rows(side: int, repeats: int, device: str) -> list[Row]:
                 {
                     "merge": method,
                     "spectrum": name,
-                    "full SVDs, s": f"{seconds['plain']:.2f}",
-                    "ours, s": f"{seconds['ours']:.2f}",
-                    "times faster": f"{seconds['plain'] / seconds['ours']:.2f}",
+                    "full SVDs, s": f"{median(seconds['plain']):.2f}",
+                    "ours, s": f"{median(seconds['ours']):.2f}",
+                    "times faster": f"{median_ratio(seconds['plain'], seconds['ours']):.2f}",
                     "full SVDs off": f"{off['plain']:.1e}",
                     "ours off": f"{off['ours']:.1e}",
                 }

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
 
 Row = Mapping[str, object]
+Key = TypeVar("Key")
 
 
 def machine(device: str = "cpu") -> dict[str, object]:
@@ -34,14 +36,14 @@ def machine(device: str = "cpu") -> dict[str, object]:
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], repeats: int, device: str = "cpu"
-) -> dict[str, float]:
-    """Return the median seconds of each function.
+    functions: Mapping[Key, Callable[[], object]], repeats: int, device: str = "cpu"
+) -> dict[Key, list[float]]:
+    """Return the seconds of each function, round by round.
 
-    Every round runs all of them once, so that a slow moment of the machine falls on all alike. The
-    first round warms up and does not count.
+    Every round runs all of them once, so that a slow moment of the machine falls on all alike:
+    compare within rounds, then take medians. A first round warms up and does not count.
     """
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[Key, list[float]] = {name: [] for name in functions}
     for number in range(repeats + 1):
         for name, function in functions.items():
             _wait(device)
@@ -50,7 +52,12 @@ def interleaved(
             _wait(device)
             if number:
                 times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+    return times
+
+
+def median_ratio(slow: Sequence[float], quick: Sequence[float]) -> float:
+    """Return the median over the rounds of how many times longer the first took."""
+    return statistics.median(a / b for a, b in zip(slow, quick, strict=True))
 
 
 def table(rows: Sequence[Row]) -> str:
