@@ -2,19 +2,25 @@
 
 from functools import lru_cache
 from logging import WARNING
+from pathlib import Path
 from typing import cast
 
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer, run_inner_steps
-from isoloco_flwr.pretraining.model import build_model
+from isoloco_flwr.pretraining.model import build_model, load_tensors, model_tensors
 from isoloco_flwr.pretraining.stream import worker_batch
 from isoloco_flwr.pretraining.tokenizer import VOCABULARY_SIZE
 from isoloco_flwr.pretraining.tokens import Tokens, cache_folder, load_tokens
-from isoloco_flwr.pretraining.worker_state import load_worker_state, save_worker_state
+from isoloco_flwr.pretraining.worker_state import (
+    WorkerStateError,
+    load_worker_state,
+    save_worker_state,
+)
 from isoloco_flwr.records import record_from_tensors, tensors_from_record
 from isoloco_flwr.settings import SettingsError, parse_settings
 
@@ -51,18 +57,11 @@ def train(message: Message, context: Context) -> Message:
     state_folder = cache_folder() / "workers" / str(config["run-key"]) / f"worker-{worker:04d}"
     tokens = _tokens(settings.data.source)
     model = _model(settings.model.preset)
-    model.load_state_dict(tensors_from_record(message.content.array_records["arrays"]))
+    load_tensors(model, tensors_from_record(message.content.array_records["arrays"]))
     optimizer = build_inner_optimizer(
         settings.inner.optimizer, model.parameters(), lr=settings.inner.lr
     )
-    restored = load_worker_state(state_folder, optimizer, round_number=server_round - 1)
-    if not restored and server_round > 1:
-        log(
-            WARNING,
-            "Worker %d has no state of round %d: it starts afresh",
-            worker,
-            server_round - 1,
-        )
+    state_lost = server_round > 1 and not _restore(state_folder, optimizer, server_round - 1)
     report = run_inner_steps(
         model,
         optimizer,
@@ -91,11 +90,22 @@ def train(message: Message, context: Context) -> Message:
         {
             "num-examples": settings.inner.steps * batch_size,
             "train-loss": report.mean_loss,
-            "state-lost": int(not restored and server_round > 1),
+            "state-lost": int(state_lost),
         }
     )
-    arrays = record_from_tensors(model.state_dict())
+    arrays = record_from_tensors(model_tensors(model))
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+
+def _restore(folder: Path, optimizer: Optimizer, round_number: int) -> bool:
+    """Give the optimizer the worker's state after a round; say so where it is lost."""
+    try:
+        if load_worker_state(folder, optimizer, round_number=round_number):
+            return True
+        log(WARNING, "No state of round %d in %s: the worker starts afresh", round_number, folder)
+    except WorkerStateError as error:
+        log(WARNING, "%s: the worker starts afresh", error)
+    return False
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from typing import Any
 from isoloco_flwr.presets import PRESETS, Preset
 
 __all__ = [
+    "CheckpointSettings",
     "DataSettings",
     "EvaluationSettings",
     "InnerSettings",
@@ -113,6 +114,18 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """What is kept so that a run can go on after a crash."""
+
+    every: int = setting(at_least=1)
+    """Rounds from one checkpoint to the next."""
+    keep: int = setting(at_least=1)
+    """Newest checkpoints that stay on the disk."""
+    allow_changed_settings: bool = setting()
+    """Whether a run may be resumed with settings that change its numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """Everything that decides a run."""
 
@@ -124,6 +137,10 @@ class RunSettings:
     """Folder for metrics, pictures and the model."""
     seed: int = setting(at_least=0, below=2**31)
     """Decides initial weights, batches and sampling."""
+    resume: bool = setting()
+    """Whether to go on from the newest checkpoint in `output_dir`."""
+    checkpoint: CheckpointSettings
+    """Group `checkpoint.*`."""
     strategy: StrategySettings
     """Group `strategy.*`."""
     inner: InnerSettings

@@ -3,9 +3,12 @@
 import json
 import os
 import platform
+import secrets
+import shutil
 import tempfile
 from collections.abc import Mapping
 from importlib.metadata import version
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +16,23 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+from flwr.supercore import log
 from matplotlib import pyplot
 from matplotlib.ticker import MaxNLocator
 from transformers import PreTrainedModel
 
 import isoloco_flwr
+from isoloco_flwr.checkpoint import ChangedSettingsError, check_same_settings
 from isoloco_flwr.pretraining.tokenizer import byte_tokenizer
 from isoloco_flwr.settings import SettingsError
 
-__all__ = ["draw_loss", "open_output_folder", "save_model", "versions", "write_json"]
+__all__ = ["draw_loss", "open_output_folder", "open_run", "save_model", "versions"]
+
+RUN_ID = "{run-id}"
+"""Stands for Flower's number of the run in `output-dir`."""
 
 
-def open_output_folder(output_dir: str, run_id: int) -> Path:
+def open_output_folder(output_dir: str, run_id: int, *, resume: bool) -> Path:
     """Make the run's folder and return its absolute path.
 
     `{run-id}` in the setting stands for Flower's number of the run. A relative folder lies in the
@@ -33,22 +41,74 @@ def open_output_folder(output_dir: str, run_id: int) -> Path:
     Raises
     ------
     SettingsError
-        If the folder cannot be made or holds a run already: nothing is overwritten.
+        If the folder cannot be made, or holds a run already that is not to be resumed: nothing is
+        overwritten.
     """
-    folder = Path(output_dir.replace("{run-id}", str(run_id))).expanduser().absolute()
-    if (folder / "metrics.jsonl").exists():
+    key = f"run-config key output-dir = {output_dir!r}"
+    if resume and RUN_ID in output_dir:
+        raise SettingsError(f"{key}: to resume, allowed is the folder of the run that was cut")
+    folder = Path(output_dir.replace(RUN_ID, str(run_id))).expanduser().absolute()
+    if not resume and (folder / "config.json").exists():
         raise SettingsError(
-            f"run-config key output-dir = {output_dir!r}: {folder} holds a run already, "
-            "allowed is a folder without metrics.jsonl"
+            f"{key}: {folder} holds a run already, allowed is resume=true or another folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(
-            f"run-config key output-dir = {output_dir!r}: allowed is a folder that can be "
-            f"made and written to ({error})"
+            f"{key}: allowed is a folder that can be made and written to ({error})"
         ) from error
     return folder
+
+
+def open_run(folder: Path, config: dict[str, Any], *, allow_changed: bool) -> str:
+    """Write what decides a run, or check that a resumed run is decided by the same.
+
+    Parameters
+    ----------
+    folder : Path
+        The run's folder.
+    config : dict[str, Any]
+        What goes into config.json, besides the run's key.
+    allow_changed : bool
+        Whether a resumed run may differ in what changes its numbers.
+
+    Returns
+    -------
+    str
+        The run's key, under which the workers keep their state; a resumed run has the old one.
+
+    Raises
+    ------
+    ChangedSettingsError
+        If something that changes the numbers has changed, and that is not allowed.
+    """
+    path = folder / "config.json"
+    if path.exists():
+        saved = json.loads(path.read_text())
+        try:
+            check_same_settings(_deciding(saved), _deciding(config))
+        except ChangedSettingsError as changed:
+            if not allow_changed:
+                raise ChangedSettingsError(
+                    f"{changed}; checkpoint.allow-changed-settings=true resumes all the same"
+                ) from changed
+            log(WARNING, "Resuming all the same: %s", changed)
+        key = str(saved["run-key"])
+    else:
+        key = secrets.token_hex(8)
+    write_json(path, {"run-key": key, **config})
+    return key
+
+
+def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changes a run's numbers, flat."""
+    deciding = {key: config[key] for key in ("num-workers", "num-parameters")}
+    deciding["data"] = {side: config["data"][side]["sha256"] for side in ("train", "held-out")}
+    for key, value in config["run-config"].items():
+        if key not in {"output-dir", "resume"} and not key.startswith("checkpoint."):
+            deciding[key] = value
+    return deciding
 
 
 def versions() -> dict[str, str]:
@@ -76,6 +136,8 @@ def save_model(model: PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(part)
     byte_tokenizer().save_pretrained(part)
     part.chmod(0o755)
+    if folder.exists():  # a finished run was resumed
+        shutil.rmtree(folder)
     os.replace(part, folder)
 
 

@@ -2,9 +2,10 @@
 
 import json
 import time
+from collections.abc import Mapping
 from logging import INFO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
 from isoloco_flwr.pretraining.evaluate import held_out_loss
+from isoloco_flwr.pretraining.model import load_tensors
 from isoloco_flwr.records import tensors_from_record
 from isoloco_flwr.settings import RunSettings
 from isoloco_flwr.strategy import MergeStrategy
@@ -57,7 +59,7 @@ class Rounds:
         worker_batch_size: int,
         metrics_file: Path,
     ) -> None:
-        self.rows: list[dict[str, Any]] = []
+        self.rows = _read_rows(metrics_file)
         self._settings = settings
         self._strategy = strategy
         self._model = model
@@ -69,10 +71,13 @@ class Rounds:
 
     def close(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """End a round (0: before training); an `evaluate_fn` for `MergeStrategy.start`."""
+        self._forget_from(server_round)
         loss = self._evaluate(arrays) if self._is_due(server_round) else None
-        train = self._strategy.train_metrics
+        # Flower's own metrics may be lists; those of our clients and our strategy are numbers.
+        train = cast(Mapping[str, float], self._strategy.train_metrics)
         counters = {key: train.get(key, 0) for key in _FROM_STRATEGY}
         tokens_before = self.rows[-1]["tokens"] if self.rows else 0
+        states_lost = train.get("state-lost", 0) * counters["replies-used"]
         now = time.perf_counter()
         row = {
             "round": server_round,
@@ -80,6 +85,7 @@ class Rounds:
             "train-loss": train.get("train-loss"),
             "tokens": tokens_before + counters["replies-used"] * self._tokens_per_reply,
             **counters,
+            "worker-states-lost": round(states_lost),
             "seconds": now - self._started,
         }
         self._started = now
@@ -98,19 +104,43 @@ class Rounds:
         )
         return None if loss is None else MetricRecord({"eval-loss": loss})
 
+    def _forget_from(self, server_round: int) -> None:
+        """Drop the lines of rounds that were cut off before their checkpoint."""
+        kept = [row for row in self.rows if row["round"] < server_round]
+        if len(kept) < len(self.rows):
+            self.rows = kept
+            _write_rows(self._metrics_file, kept)
+
     def _is_due(self, server_round: int) -> bool:
         every = self._settings.evaluation.every
         first_or_last = server_round in (0, self._settings.num_server_rounds)
         return first_or_last or (every > 0 and server_round % every == 0)
 
     def _evaluate(self, arrays: ArrayRecord) -> float:
-        self._model.load_state_dict(tensors_from_record(arrays))
+        load_tensors(self._model, tensors_from_record(arrays))
         return held_out_loss(
             self._model,
             self._held_out,
             context=self._context,
             max_sequences=self._settings.evaluation.sequences,
         )
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the lines that a resumed run has written, without a last one that was cut."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    if len(rows) < len(lines):
+        _write_rows(path, rows)
+    return rows
+
+
+def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    part.replace(path)
 
 
 def _number(value: float | None) -> str:

@@ -7,13 +7,13 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
-from isoloco_flwr.pretraining.model import build_model
+from isoloco_flwr.pretraining.model import build_model, load_tensors, model_tensors
 from isoloco_flwr.pretraining.tokenizer import VOCABULARY_SIZE
 from isoloco_flwr.pretraining.tokens import load_tokens
 from isoloco_flwr.records import record_from_tensors, tensors_from_record
 from isoloco_flwr.settings import parse_settings
 from isoloco_flwr.strategy import MergeStrategy
-from server_app.results import draw_loss, open_output_folder, save_model, versions, write_json
+from server_app.results import draw_loss, open_output_folder, open_run, save_model, versions
 from server_app.rounds import Rounds
 from server_app.workers import meet_workers
 
@@ -27,7 +27,7 @@ def main(grid: Grid, context: Context) -> None:
     settings = parse_settings(context.run_config)
     tokens = load_tokens(settings.data.source)
     model = build_model(settings.model.preset, vocabulary_size=VOCABULARY_SIZE, seed=settings.seed)
-    folder = open_output_folder(settings.output_dir, context.run_id)
+    folder = open_output_folder(settings.output_dir, context.run_id, resume=settings.resume)
     num_workers = meet_workers(grid)
     worker_batch_size = settings.worker_batch_size(num_workers)
     strategy = MergeStrategy(
@@ -37,20 +37,19 @@ def main(grid: Grid, context: Context) -> None:
         seed=settings.seed,
         **dataclasses.asdict(settings.strategy.preset),
     )
-    write_json(
-        folder / "config.json",
-        {
-            "run-id": context.run_id,
-            "run-config": dict(context.run_config),
-            "strategy": dataclasses.asdict(settings.strategy.preset),
-            "num-workers": num_workers,
-            "worker-batch-size": worker_batch_size,
-            "num-parameters": model.num_parameters(),
-            "model": model.config.to_dict(),
-            "data": tokens.manifest,
-            "versions": versions(),
-        },
-    )
+    config = {
+        "run-id": context.run_id,
+        "run-config": dict(context.run_config),
+        "strategy": dataclasses.asdict(settings.strategy.preset),
+        "num-workers": num_workers,
+        "worker-batch-size": worker_batch_size,
+        "num-parameters": model.num_parameters(),
+        "model": model.config.to_dict(),
+        "data": tokens.manifest,
+        "versions": versions(),
+    }
+    allow_changed = settings.checkpoint.allow_changed_settings
+    run_key = open_run(folder, config, allow_changed=allow_changed)
     log(INFO, "Results go to %s", folder)
     rounds = Rounds(
         settings=settings,
@@ -62,12 +61,17 @@ def main(grid: Grid, context: Context) -> None:
     )
     result = strategy.start(
         grid,
-        record_from_tensors(model.state_dict()),
+        record_from_tensors(model_tensors(model)),
         num_rounds=settings.num_server_rounds,
-        train_config=ConfigRecord({"run-key": str(context.run_id)}),
+        train_config=ConfigRecord({"run-key": run_key}),
         evaluate_fn=rounds.close,
+        checkpoint_dir=folder / "checkpoints",
+        checkpoint_every=settings.checkpoint.every,
+        checkpoints_kept=settings.checkpoint.keep,
+        resume=settings.resume,
+        allow_changed_settings=allow_changed,
     )
-    model.load_state_dict(tensors_from_record(result.arrays))
+    load_tensors(model, tensors_from_record(result.arrays))
     save_model(model, folder / "model")
     title = f"{settings.strategy.name}, {num_workers} workers, H = {settings.inner.steps}"
     draw_loss(rounds.rows, title, folder / "loss.png")

@@ -50,6 +50,9 @@ def test_a_value_of_zero_momentum_is_not_mistaken_for_unset():
         ("seed", 2**31, f">= 0 and < {2**31}"),
         ("output-dir", "", "a text that is not empty"),
         ("data.source", 3, "a text"),
+        ("resume", 1, "true or false"),
+        ("resume", "yes", "true or false"),
+        ("checkpoint.every", 0, "a whole number >= 1"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key, value, allowed):
