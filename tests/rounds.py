@@ -45,10 +45,12 @@ class LoopbackGrid(Grid):
         ]
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        message_ids = []
         for message in messages:
-            message.metadata.__dict__["_message_id"] = str(uuid4())
-            self._waiting[message.metadata.message_id] = message
-        return list(self._waiting)
+            message_ids.append(str(uuid4()))
+            message.metadata.__dict__["_message_id"] = message_ids[-1]
+            self._waiting[message_ids[-1]] = message
+        return message_ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         replies = []
