@@ -110,7 +110,7 @@ def main() -> None:
         "clients": arguments.clients,
         "model": "120 MB",
         "peak of all processes": f"{peak / 1e9:.2f} GB",
-        "seconds a round": ", ".join(
+        "seconds, the first with the start": ", ".join(
             f"{end - start:.0f}" for start, end in zip([started, *rounds], rounds, strict=False)
         ),
     }
