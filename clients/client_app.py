@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer, run_inner_steps
 from isoloco_flwr.pretraining.model import build_model, load_tensors, model_tensors
-from isoloco_flwr.pretraining.stream import worker_batch
+from isoloco_flwr.pretraining.stream import sequences_per_worker, worker_batch
 from isoloco_flwr.pretraining.tokenizer import VOCABULARY_SIZE
 from isoloco_flwr.pretraining.tokens import Tokens, cache_folder, load_tokens
 from isoloco_flwr.pretraining.worker_state import (
@@ -33,14 +33,10 @@ def query(message: Message, context: Context) -> Message:
     settings = parse_settings(context.run_config)
     worker, num_workers = _place(context)
     model = _model(settings.model.preset)
-    worker_batch(
-        _tokens(settings.data.source).train,
+    sequences_per_worker(
+        len(_tokens(settings.data.source).train),
         context=model.config.max_position_embeddings,
-        seed=settings.seed,
-        worker=worker,
         num_workers=num_workers,
-        step=0,
-        batch_size=settings.worker_batch_size(num_workers),
     )
     answer = ConfigRecord({"partition-id": worker, "num-partitions": num_workers})
     return Message(RecordDict({"worker": answer}), reply_to=message)
