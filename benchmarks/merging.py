@@ -1,6 +1,6 @@
 """Speed and accuracy of the polar factors and of the merges that need singular triples.
 
-`python -m benchmarks.merging [--device cuda] [--quick]` writes results/merging.md and .json
+`python -m benchmarks.merging [--device cuda] [--quick] [--rounds N]` writes results/merging.md and .json
 (merging-cuda.* on a GPU). Every method is timed against full SVDs in the same process, rounds
 interleaved, medians; accuracies are against float64.
 """
@@ -164,10 +164,11 @@ def merge_rows(side: int, repeats: int, device: str) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
-    parser.add_argument("--quick", action="store_true", help="a quarter of the width, 3 rounds")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the width")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     arguments = parser.parse_args()
     device, quick = arguments.device, arguments.quick
-    repeats = 3 if quick else 5
+    repeats = arguments.rounds
     side = 256 if quick else 1024
     sections = {
         "Isotropic matrices of the "
