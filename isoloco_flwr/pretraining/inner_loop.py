@@ -26,6 +26,8 @@ class InnerReport:
     """Training loss in nats per token, mean over the steps."""
     last_loss: float
     """Training loss of the last step in nats per token."""
+    mean_gradient_norm: float
+    """Norm of the gradient over all parameters before clipping, mean over the steps."""
     tokens: int
     """Tokens trained on."""
 
@@ -108,11 +110,12 @@ def run_inner_steps(
     Raises
     ------
     FloatingPointError
-        If a loss is not finite; the model must not be used then.
+        If a loss or a gradient is not finite; neither model nor optimizer must be used then.
     """
     device = next(model.parameters()).device
     model.train()
     losses = []
+    norms = []
     tokens = 0
     for step in range(first_step, first_step + steps):
         batch = batches(step).to(device)
@@ -121,12 +124,21 @@ def run_inner_steps(
         loss = next_token_loss(model, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
         optimizer.step()
         losses.append(loss.detach())
         tokens += batch[:, 1:].numel()
-    values = torch.stack(losses).double().tolist()
-    for step, value in enumerate(values, start=first_step):
-        if not math.isfinite(value):
-            raise FloatingPointError(f"the training loss of inner step {step} is {value}")
-    return InnerReport(mean_loss=sum(values) / steps, last_loss=values[-1], tokens=tokens)
+    # Read once a round: reading a number waits for a GPU. The norms are checked too, since what the
+    # last step does to the model shows in no loss.
+    loss_values = torch.stack(losses).double().tolist()
+    norm_values = torch.stack(norms).double().tolist()
+    for step in range(steps):
+        for what, value in (("training loss", loss_values[step]), ("gradient", norm_values[step])):
+            if not math.isfinite(value):
+                raise FloatingPointError(f"the {what} of inner step {first_step + step} is {value}")
+    return InnerReport(
+        mean_loss=sum(loss_values) / steps,
+        last_loss=loss_values[-1],
+        mean_gradient_norm=sum(norm_values) / steps,
+        tokens=tokens,
+    )

@@ -70,7 +70,8 @@ def build_model(preset: str, *, vocabulary_size: int, seed: int) -> LlamaForCaus
         eos_token_id=vocabulary_size - 1,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # torch.manual_seed would seed every GPU as well, which fork_rng does not put back.
+        torch.default_generator.manual_seed(seed)
         return LlamaForCausalLM(config)
 
 

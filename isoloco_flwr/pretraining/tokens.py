@@ -67,7 +67,8 @@ def load_tokens(source_name: str) -> Tokens:
     Notes
     -----
     Processes that start together make the cache once: the first holds a lock, writes into a folder
-    aside and renames it; a cache whose files do not have their manifest's sizes is made anew.
+    aside and renames it. A cache whose files do not have their manifest's sizes and checksums is
+    made anew, so that every token is one of the tokenizer's.
     """
     source = open_source(source_name)
     identity = f"{FORMAT} {source.identity}"
@@ -89,8 +90,10 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
         for side in _SIDES:
-            size = (folder / f"{side}.bin").stat().st_size
-            if size != 2 * manifest[side]["tokens"]:
+            path = folder / f"{side}.bin"
+            if path.stat().st_size != 2 * manifest[side]["tokens"]:
+                return None
+            if _checksum(path) != manifest[side]["sha256"]:
                 return None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -98,6 +101,8 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
 
 
 def _build(source: Source, source_name: str, folder: Path) -> dict[str, Any]:
+    for left in folder.parent.glob(f"{folder.name}.part-*"):  # by a process that was killed
+        shutil.rmtree(left)
     part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.part-"))
     try:
         counts = {side: {"tokens": 0, "documents": 0} for side in _SIDES}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 __all__ = ["WorkerStateError", "load_worker_state", "save_worker_state"]
 
-FORMAT = "isoloco_flwr worker state 1"
+FORMAT = "isoloco_flwr worker state 2"
 
 
 class WorkerStateError(ValueError):
@@ -45,12 +45,21 @@ def save_worker_state(
         for name, value in state.items()
         if isinstance(value, Tensor)
     }
-    metadata = {"format": FORMAT, "round": str(round_number), "sha256": _digest(tensors)}
+    metadata = {
+        "format": FORMAT,
+        "round": str(round_number),
+        "optimizer": type(optimizer).__name__,
+        "sha256": _digest(tensors),
+    }
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".part-", delete=False) as file:
-        file.write(save(tensors, metadata=metadata))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, _path(folder, round_number))
+        try:
+            file.write(save(tensors, metadata=metadata))
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, _path(folder, round_number))
+        except BaseException:  # a full disk must not be filled further by every round
+            os.unlink(file.name)
+            raise
     oldest = round_number - 1 if keep_from is None else min(keep_from, round_number - 1)
     for path in folder.glob("round-*.safetensors"):
         number = int(path.stem.removeprefix("round-"))
@@ -93,6 +102,10 @@ def load_worker_state(folder: Path, optimizer: Optimizer, *, round_number: int) 
         raise WorkerStateError(f"{path} is not {FORMAT!r} of round {round_number}")
     if metadata.get("sha256") != _digest(tensors):
         raise WorkerStateError(f"{path} was edited")
+    if metadata.get("optimizer") != type(optimizer).__name__:
+        raise WorkerStateError(
+            f"{path} is the state of {metadata.get('optimizer')}, not of {type(optimizer).__name__}"
+        )
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         index, name = key.split(".", 1)

@@ -46,6 +46,15 @@ def test_the_seed_decides_the_weights_and_nothing_else_does():
     assert not torch.equal(other["lm_head.weight"], first["lm_head.weight"])
 
 
+def test_building_a_model_leaves_the_generators_of_gpus_alone(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    torch.manual_seed(5)
+    assert seeds == [5]  # torch's own function reaches them, with or without a GPU
+    build_model("demo", vocabulary_size=257, seed=3)
+    assert seeds == [5]
+
+
 def test_an_unknown_preset_is_named():
     with pytest.raises(ValueError, match="'179M': allowed is one of demo"):
         build_model("179M", vocabulary_size=257, seed=0)

@@ -74,6 +74,15 @@ def test_seed_and_worker_change_the_batch(change):
     assert not torch.equal(batch(0, **change), batch(0))
 
 
+def test_each_worker_has_an_order_of_its_own():
+    # With one order for all, a global batch would be neighbouring text.
+    orders = [
+        [start // CONTEXT // 3 for start in starts(batch(step, worker=worker) for step in range(6))]
+        for worker in range(3)
+    ]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
 def test_each_epoch_has_an_order_of_its_own():
     own = sequences_per_worker(401, context=CONTEXT, num_workers=1)
     first, second = (

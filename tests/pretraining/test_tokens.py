@@ -1,6 +1,7 @@
 """The token cache: made once, shared, and never believed when it is damaged."""
 
 import multiprocessing
+import os
 import shutil
 from importlib import metadata
 
@@ -79,21 +80,51 @@ def test_a_cut_cache_is_made_anew(name, corpus, cache):
     assert next(cache.rglob("train.bin")).stat().st_size == 2 * len(expected)
 
 
-def load(source, queue):
+@pytest.mark.parametrize("name", ["train.bin", "held-out.bin"])
+def test_a_cache_with_a_wrong_token_is_made_anew(name, corpus, cache):
+    expected = load_tokens(str(corpus))
+    expected = {"train.bin": expected.train.copy(), "held-out.bin": expected.held_out.copy()}[name]
+    path = next(cache.rglob(name))
+    data = bytearray(path.read_bytes())
+    data[11] ^= 0xFF  # beyond the vocabulary, in a file of the right size
+    path.write_bytes(data)
+    again = load_tokens(str(corpus))
+    got = {"train.bin": again.train, "held-out.bin": again.held_out}[name]
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_what_a_killed_process_left_is_removed(corpus, cache):
+    load_tokens(str(corpus))
+    folder = next(cache.rglob("manifest.json")).parent
+    left = folder.rename(folder.with_name(f"{folder.name}.part-killed"))
+    load_tokens(str(corpus))
+    assert folder.exists()
+    assert not left.exists()
+
+
+def load(source, barrier, queue):
+    barrier.wait(timeout=120)
     tokens = load_tokens(source)
-    queue.put((len(tokens.train), int(tokens.train.sum()), tokens.manifest["train"]["sha256"]))
+    made = os.stat(tokens.train.filename)
+    queue.put((tokens.manifest["train"], int(tokens.train.sum()), made.st_ino, made.st_mtime_ns))
 
 
-def test_processes_that_start_together_share_one_cache(corpus, cache):
+def test_processes_that_start_together_make_one_cache(corpus, cache):
+    # Enough text that neither is done before the other has begun.
+    for path in corpus.iterdir():
+        path.write_text(path.read_text() * (200_000 // path.stat().st_size))
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    processes = [context.Process(target=load, args=(str(corpus), queue)) for _ in range(3)]
+    barrier = context.Barrier(2)
+    arguments = (str(corpus), barrier, queue)
+    processes = [context.Process(target=load, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
-    answers = [queue.get(timeout=120) for _ in processes]
     for process in processes:
-        process.join()
-    assert len(set(answers)) == 1
+        process.join(timeout=240)
+    assert [process.exitcode for process in processes] == [0, 0]
+    first, second = (queue.get(timeout=10) for _ in processes)
+    assert first == second
     assert not list(cache.rglob("*.part-*"))
 
 
@@ -117,6 +148,18 @@ def test_too_few_documents_are_an_error(tmp_path):
 def test_a_source_that_is_not_there_is_named(tmp_path):
     with pytest.raises(CorpusError, match=r"nowhere'.*one of sotu, python-stdlib"):
         load_tokens(str(tmp_path / "nowhere"))
+
+
+def test_a_relative_path_is_refused_even_where_it_exists(corpus, monkeypatch):
+    monkeypatch.chdir(corpus.parent)
+    for name in ("corpus", "corpus/00.txt"):
+        with pytest.raises(CorpusError, match=rf"{name}'.*the absolute path"):
+            open_source(name)
+
+
+def test_a_folder_that_is_called_like_a_text_is_no_document(corpus):
+    (corpus / "more.txt").mkdir()
+    assert len(list(open_source(str(corpus)).documents())) == 60
 
 
 def test_text_that_is_not_utf8_is_named(corpus):

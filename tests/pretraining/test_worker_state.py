@@ -1,5 +1,8 @@
 """A worker's optimizer state survives between rounds, and only as it was."""
 
+import errno
+import os
+
 import pytest
 import torch
 
@@ -112,3 +115,28 @@ def test_another_models_state_is_refused(tmp_path):
     optimizer = build_inner_optimizer("adamw", model.parameters(), lr=1e-3)
     with pytest.raises(WorkerStateError, match="another model"):
         load_worker_state(tmp_path, optimizer, round_number=1)
+
+
+def test_another_optimizers_state_is_refused(tmp_path):
+    model, _ = fresh()
+    train(model, momentum := torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), 0, 1)
+    save_worker_state(tmp_path, momentum, round_number=1)
+    _, adamw = fresh()
+    with pytest.raises(WorkerStateError, match="the state of SGD, not of AdamW"):
+        load_worker_state(tmp_path, adamw, round_number=1)
+    assert adamw.state_dict()["state"] == {}
+
+
+def test_a_full_disk_leaves_the_older_state_and_nothing_else(tmp_path, monkeypatch):
+    saved(tmp_path, [1])
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            saved(tmp_path, [2])
+    assert files(tmp_path) == ["round-000001.safetensors"]
+    _, optimizer = fresh()
+    assert load_worker_state(tmp_path, optimizer, round_number=1)
