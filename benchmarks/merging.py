@@ -1,8 +1,8 @@
 """Speed and accuracy of the polar factors and of the merges that need singular triples.
 
-`python -m benchmarks.merging [--device cuda] [--quick] [--rounds N]` writes results/merging.md and .json
-(merging-cuda.* on a GPU). Every method is timed against full SVDs in the same process, rounds
-interleaved, medians; accuracies are against float64.
+`python -m benchmarks.merging [--device cuda] [--quick] [--rounds N]` writes
+results/merging.md and .json (merging-cuda.* on a GPU). Every method is timed against full SVDs in
+the same process, rounds interleaved, medians; accuracies are against float64.
 """
 
 import argparse
