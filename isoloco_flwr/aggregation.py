@@ -20,7 +20,7 @@ __all__ = ["BadReplyError", "MeanAccumulator", "Reply", "in_order", "read_reply"
 
 Weighting = Literal["uniform", "examples"]
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 18
 """Elements folded at a time: a chunk of the sum stays in the processor's cache."""
 
 
@@ -121,7 +121,7 @@ def is_finite(tensor: Tensor) -> bool:
         return True
     # The sum of finite values is finite but for an overflow, which only the slow pass can tell.
     total = tensor.sum(dtype=accumulation_dtype(tensor))
-    return bool(torch.isfinite(total)) or bool(torch.isfinite(tensor).all())
+    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
 
 
 def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[Reply]:

@@ -11,7 +11,9 @@ payload holds the bits as uint16.
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from io import BytesIO
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -58,20 +60,46 @@ def tensor_from_npy(data: bytes) -> Tensor:
     shape, fortran_order, dtype = read(file)
     if dtype.kind not in "biuf":
         raise ValueError(f"payload of dtype {dtype}, allowed are numbers and bool")
+    return _view(data, dtype, shape, file.tell(), "F" if fortran_order else "C")
+
+
+def _view(
+    data: bytes,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    offset: int,
+    order: Literal["C", "F"] = "C",
+) -> Tensor:
+    """Look at the values behind an .npy header."""
     count = math.prod(shape)
-    if len(data) - file.tell() != count * dtype.itemsize:
+    if len(data) - offset != count * dtype.itemsize:
         raise ValueError(
-            f"payload of {len(data) - file.tell()} bytes, "
+            f"payload of {len(data) - offset} bytes, "
             f"{dtype} of shape {shape} takes {count * dtype.itemsize}"
         )
-    values = np.frombuffer(data, dtype=dtype, count=count, offset=file.tell())
-    values = values.reshape(shape, order="F" if fortran_order else "C")
-    if not dtype.isnative or fortran_order:
+    values = np.frombuffer(data, dtype=dtype, count=count, offset=offset)
+    values = values.reshape(shape, order=order)
+    if not dtype.isnative or order == "F":
         values = np.ascontiguousarray(values, dtype=dtype.newbyteorder("=")).reshape(shape)
     with warnings.catch_warnings():
         # torch warns that the bytes are read-only; nothing here writes to them.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(values)
+
+
+@lru_cache(maxsize=65_536)
+def _usual_header(dtype: str, shape: tuple[int, ...]) -> bytes | None:
+    """Return the .npy header that NumPy writes for an array, None for what is no plain dtype."""
+    try:
+        known = np.dtype(dtype)
+    except TypeError:
+        return None
+    if known.kind not in "biuf":
+        return None
+    file = BytesIO()
+    content = {"descr": npy.dtype_to_descr(known), "fortran_order": False, "shape": shape}
+    npy.write_array_header_1_0(file, content)
+    return file.getvalue()
 
 
 def npy_from_tensor(tensor: Tensor) -> bytes:
@@ -103,6 +131,11 @@ def tensor_from_array(array: Array) -> Tensor:
     """
     if array.stype != _STYPE:
         raise ValueError(f"serialisation {array.stype!r}, allowed is {_STYPE!r}")
+    # Parsing a header takes as long as reading a small array: a payload that begins with the very
+    # header its array announces needs none.
+    header = _usual_header(array.dtype, tuple(array.shape))
+    if header is not None and array.data.startswith(header):
+        return _view(array.data, np.dtype(array.dtype), tuple(array.shape), len(header))
     tensor = tensor_from_npy(array.data)
     if array.dtype == "bfloat16" and tensor.dtype == torch.uint16:
         tensor = tensor.view(torch.bfloat16)
