@@ -314,9 +314,16 @@ ANY = [
 # What is malformed only where replies are weighed, and legal elsewhere.
 
 
-def bad_weight(rng, answer, question):
-    weight = rng.choice([-1, -0.5, math.nan, math.inf, -math.inf, [1, 2], []])
-    answer.content["metrics"]["num-examples"] = weight
+def negative_weight(rng, answer, question):
+    answer.content["metrics"]["num-examples"] = rng.choice([-1, -0.5, -math.inf])
+
+
+def weight_not_finite(rng, answer, question):
+    answer.content["metrics"]["num-examples"] = rng.choice([math.nan, math.inf])
+
+
+def several_weights(rng, answer, question):
+    answer.content["metrics"]["num-examples"] = rng.choice([[1, 2], [0.5], []])
 
 
 def no_weight(rng, answer, question):
@@ -331,7 +338,14 @@ def two_metric_records(rng, answer, question):
     answer.content["more"] = MetricRecord({"num-examples": 5})
 
 
-WEIGHT = [bad_weight, no_weight, no_metrics, two_metric_records]
+WEIGHT = [
+    negative_weight,
+    weight_not_finite,
+    several_weights,
+    no_weight,
+    no_metrics,
+    two_metric_records,
+]
 
 
 # Good parameters that answer no question of this round, or not for the first time.
