@@ -20,6 +20,9 @@ __all__ = ["BadReplyError", "MeanAccumulator", "Reply", "in_order", "read_reply"
 
 Weighting = Literal["uniform", "examples"]
 
+MAX_WEIGHT = 2.0**63
+"""Largest weight of a reply: a count of examples has no more, and sums stay far from overflow."""
+
 _CHUNK = 1 << 18
 """Elements folded at a time: a chunk of the sum stays in the processor's cache."""
 
@@ -109,9 +112,9 @@ def check_tensors(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]
 
 
 def check_weight(key: str, weight: object) -> float:
-    """Return the weight of a reply, or raise `BadReplyError` unless it is a number >= 0."""
-    if not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-        raise BadReplyError(f"{key!r} = {weight!r}, allowed is a number >= 0")
+    """Return the weight of a reply, or raise `BadReplyError` unless it is 0 to `MAX_WEIGHT`."""
+    if not isinstance(weight, (int, float)) or not 0 <= weight <= MAX_WEIGHT:
+        raise BadReplyError(f"{key!r} is {weight!r:.40}, allowed is a number from 0 to 2**63")
     return float(weight)
 
 

@@ -33,6 +33,12 @@ __all__ = [
 
 _STYPE = "numpy.ndarray"
 _COMPILED = "_orig_mod."
+_DTYPES = (
+    "bool",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *(f"float{bits}" for bits in (16, 32, 64)),
+)
+_READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
 def tensor_from_npy(data: bytes) -> Tensor:
@@ -55,11 +61,13 @@ def tensor_from_npy(data: bytes) -> Tensor:
         If the bytes are not such a file, whole and with nothing behind it.
     """
     file = BytesIO(data)  # shares the bytes
-    version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran_order, dtype = read(file)
-    if dtype.kind not in "biuf":
-        raise ValueError(f"payload of dtype {dtype}, allowed are numbers and bool")
+    try:
+        read = _READERS[npy.read_magic(file)]
+        shape, fortran_order, dtype = read(file)
+    except Exception as error:  # NumPy evaluates the header's text, which raises all sorts
+        raise ValueError("payload is not a whole .npy file") from error
+    if dtype.newbyteorder("=").name not in _DTYPES:
+        raise ValueError(f"payload of dtype {dtype}, allowed is one of {', '.join(_DTYPES)}")
     return _view(data, dtype, shape, file.tell(), "F" if fortran_order else "C")
 
 
@@ -87,17 +95,22 @@ def _view(
         return torch.from_numpy(values)
 
 
-@lru_cache(maxsize=65_536)
-def _usual_header(dtype: str, shape: tuple[int, ...]) -> bytes | None:
-    """Return the .npy header that NumPy writes for an array, None for what is no plain dtype."""
+def _announced(dtype: str) -> str | None:
+    """Return the plain name of the dtype that an array announces, which is a client's own text."""
     try:
-        known = np.dtype(dtype)
-    except TypeError:
+        return np.dtype(dtype).newbyteorder("=").name
+    except Exception:  # NumPy evaluates the text, which raises all sorts
         return None
-    if known.kind not in "biuf":
+
+
+@lru_cache(maxsize=4096)
+def _usual_header(dtype: str, shape: tuple[int, ...]) -> bytes | None:
+    """Return the .npy header that NumPy writes for an array, None for an unusual dtype."""
+    if dtype not in _DTYPES:
         return None
     file = BytesIO()
-    content = {"descr": npy.dtype_to_descr(known), "fortran_order": False, "shape": shape}
+    descr = npy.dtype_to_descr(np.dtype(dtype))
+    content = {"descr": descr, "fortran_order": False, "shape": shape}
     npy.write_array_header_1_0(file, content)
     return file.getvalue()
 
@@ -139,6 +152,8 @@ def tensor_from_array(array: Array) -> Tensor:
     tensor = tensor_from_npy(array.data)
     if array.dtype == "bfloat16" and tensor.dtype == torch.uint16:
         tensor = tensor.view(torch.bfloat16)
+    elif _announced(array.dtype) != str(tensor.dtype).removeprefix("torch."):
+        raise ValueError(f"payload of {tensor.dtype} under an array of dtype {array.dtype!r}")
     if tensor.shape != tuple(array.shape):
         raise ValueError(
             f"payload of shape {tuple(tensor.shape)} under an array of shape {tuple(array.shape)}"
@@ -186,7 +201,9 @@ def named_like(tensors: Mapping[str, Tensor], reference: Iterable[str]) -> dict[
     A compiled module's state_dict says `_orig_mod.` before the names of what was compiled.
     """
     names = {name.replace(_COMPILED, ""): name for name in reference}
-    return {names.get(name.replace(_COMPILED, ""), name): value for name, value in tensors.items()}
+    renamed = {names.get(name.replace(_COMPILED, ""), name): tensors[name] for name in tensors}
+    # Two names that become one are not a matter of the prefix: one must not replace the other.
+    return renamed if len(renamed) == len(tensors) else dict(tensors)
 
 
 def record_from_tensors(

@@ -5,9 +5,9 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from logging import INFO, WARNING
+from logging import ERROR, INFO, WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from flwr.app import (
@@ -26,7 +26,7 @@ from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 from flwr.supercore import log
 from torch import Tensor
 
-from isoloco_flwr.aggregation import BadReplyError, Reply, Weighting, read_reply
+from isoloco_flwr.aggregation import MAX_WEIGHT, BadReplyError, Reply, Weighting, read_reply
 from isoloco_flwr.checkpoint import (
     ChangedSettingsError,
     Checkpoint,
@@ -595,9 +595,10 @@ class MergeStrategy(FedAvg):
             records = list(content.metric_records.values())
             weight = records[0].get(self.weighted_by_key) if len(records) == 1 else None
             keys = keys or set(records[0] if records else ())
-            if isinstance(weight, (int, float)) and weight >= 0 and set(records[0]) == keys:
+            usual = isinstance(weight, (int, float)) and 0 <= weight <= MAX_WEIGHT
+            if usual and set(records[0]) == keys:
                 usable.append(content)
-                total_weight += weight
+                total_weight += cast(float, weight)
         if len(usable) < len(contents):
             log(
                 WARNING,
@@ -608,7 +609,12 @@ class MergeStrategy(FedAvg):
             )
         if not total_weight > 0:
             return MetricRecord()
-        return self.train_metrics_aggr_fn(usable, self.weighted_by_key)
+        try:
+            return self.train_metrics_aggr_fn(usable, self.weighted_by_key)
+        except Exception as error:
+            # The outer step is taken by now: metrics that do not fit together must not undo it.
+            log(ERROR, "The round has no metrics, aggregating them raised: %r", error)
+            return MetricRecord()
 
 
 class LocalSGD(MergeStrategy):

@@ -170,6 +170,11 @@ def extra(rng, answer, question):
     put(answer, rng.choice(["more", "", "tall.bias", "TALL"]), np.zeros(2, dtype=np.float32))
 
 
+def extra_under_a_compiled_name(rng, answer, question):
+    name = rng.choice(list(MODEL))
+    put(answer, f"_orig_mod.{name}", values_of(answer, name))
+
+
 def renamed(rng, answer, question):
     name = rng.choice(list(MODEL))
     answer.content["arrays"][f"module.{name}"] = answer.content["arrays"].pop(name)
@@ -238,6 +243,34 @@ def bytes_behind(rng, answer, question):
     )
 
 
+def damaged_header(rng, answer, question):
+    """Change bytes of a header until NumPy itself reads something else, or nothing."""
+    name = rng.choice(list(MODEL))
+    data = answer.content["arrays"][name].data
+    end = data.index(b"\n") + 1
+    while True:
+        damaged = bytearray(data)
+        for _ in range(rng.randrange(1, 4)):
+            damaged[rng.randrange(end)] = rng.choice(b"\x00 \n(){}[],:'\"-0123456789<>|fiub\xff")
+        if not numpy_reads(bytes(damaged), MODEL[name]):
+            put_bytes(answer, name, bytes(damaged))
+            return
+
+
+def header_cut_inside_a_bracket(rng, answer, question):
+    name = rng.choice(list(MODEL))
+    text = "{'descr': '<f4', 'fortran_order': False, 'shape': (30, 24), }"
+    text = text[: rng.randrange(1, len(text) - 1)]
+    put_bytes(answer, name, npy_header(text) + rng.randbytes(2880))
+
+
+def header_that_is_no_python(rng, answer, question):
+    text = rng.choice(
+        ["  x\n y z\n", "-" * 9000 + "1", "(" * 4000, "{'descr': 'f4,,'}", "{[1]: 2}"]
+    )
+    put_bytes(answer, rng.choice(list(MODEL)), npy_header(text))
+
+
 def header_of_another_dtype(rng, answer, question):
     """Say of the right number of bytes that they are something else."""
     name = rng.choice(list(MODEL))
@@ -263,6 +296,14 @@ def array_of_another_shape(rng, answer, question):
     array = answer.content["arrays"][name]
     shape = rng.choice([(*array.shape, 1), (1, *array.shape), (0,), (7, 7)])
     answer.content["arrays"][name] = Array(array.dtype, shape, array.stype, array.data)
+
+
+def array_of_another_dtype(rng, answer, question):
+    """Say of a payload that is right that it has another dtype."""
+    name = rng.choice(list(MODEL))
+    array = answer.content["arrays"][name]
+    dtypes = ["", "float", "f4,,", "bfloat16", "object", "int16", "float128", "(2,3)f4", "\x00"]
+    answer.content["arrays"][name] = Array(rng.choice(dtypes), array.shape, array.stype, array.data)
 
 
 def another_serialisation(rng, answer, question):
@@ -291,6 +332,7 @@ ANY = [
     not_finite_at_all,
     missing,
     extra,
+    extra_under_a_compiled_name,
     renamed,
     swapped,
     another_shape,
@@ -301,9 +343,13 @@ ANY = [
     garbage_behind_the_magic,
     cut,
     bytes_behind,
+    damaged_header,
+    header_cut_inside_a_bracket,
+    header_that_is_no_python,
     header_of_another_dtype,
     header_of_another_shape,
     array_of_another_shape,
+    array_of_another_dtype,
     another_serialisation,
     two_records,
     no_record,
@@ -320,6 +366,10 @@ def negative_weight(rng, answer, question):
 
 def weight_not_finite(rng, answer, question):
     answer.content["metrics"]["num-examples"] = rng.choice([math.nan, math.inf])
+
+
+def weight_beyond_float32(rng, answer, question):
+    answer.content["metrics"]["num-examples"] = rng.choice([1e39, 1e308])
 
 
 def several_weights(rng, answer, question):
@@ -339,6 +389,7 @@ def two_metric_records(rng, answer, question):
 
 
 WEIGHT = [
+    weight_beyond_float32,
     negative_weight,
     weight_not_finite,
     several_weights,
@@ -402,6 +453,15 @@ def header_text(dtype, shape):
     return str({"descr": dtype, "fortran_order": False, "shape": shape})
 
 
+def numpy_reads(data, like):
+    """Tell whether NumPy takes bytes for an array of a shape and dtype."""
+    try:
+        value = np.load(BytesIO(data), allow_pickle=False)
+    except Exception:
+        return False
+    return value.shape == like.shape and value.dtype.newbyteorder("=") == like.dtype
+
+
 def decks(rng, weighted):
     """Deal the kinds of malformed replies to rounds: each at least once a strategy."""
     kinds = ANY + UNASKED + [a_second_time] + (WEIGHT if weighted else [])
@@ -430,6 +490,9 @@ def make_replies(rng, questions, plain_questions, late_questions, sent, kinds, w
             odd(rng, answer, None)
             rng.setstate(state)
             odd(rng, plain[place], None)
+        elif rng.random() < 0.2:
+            for one in (answer, plain[place]):
+                one.content["metrics"]["loss"] = [1.0] * place
         rng.choice(LEGAL)(rng, answer)
         mixed.append(answer)
         answered.append(questions[place])
