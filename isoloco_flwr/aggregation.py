@@ -6,12 +6,15 @@ the sum has the same bits each time.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from flwr.app import Message, RecordDict
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isoloco_flwr.records import named_like, tensors_from_record
@@ -24,7 +27,11 @@ MAX_WEIGHT = 2.0**63
 """Largest weight of a reply: a count of examples has no more, and sums stay far from overflow."""
 
 _CHUNK = 1 << 18
-"""Elements folded at a time: a chunk of the sum stays in the processor's cache."""
+"""Elements folded at a time: a chunk of the sum stays in a core's cache."""
+
+_PENDING_BYTES = 64 << 20
+"""Replies of this size together, two at the least, are folded at once: sum and reference travel
+through memory once for all of them."""
 
 
 class BadReplyError(ValueError):
@@ -123,8 +130,12 @@ def is_finite(tensor: Tensor) -> bool:
     if not tensor.is_floating_point():
         return True
     # The sum of finite values is finite but for an overflow, which only the slow pass can tell.
-    total = tensor.sum(dtype=accumulation_dtype(tensor))
-    return math.isfinite(total.item()) or bool(torch.isfinite(tensor).all())
+    if tensor.dtype == torch.float32 and tensor.is_cpu:
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = float(np.add.reduce(tensor.reshape(-1).numpy()))
+    else:
+        total = tensor.sum(dtype=accumulation_dtype(tensor)).item()
+    return math.isfinite(total) or bool(torch.isfinite(tensor).all())
 
 
 def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[Reply]:
@@ -167,19 +178,23 @@ class MeanAccumulator:
 
     def __init__(self, reference: Mapping[str, Tensor]) -> None:
         self._reference = reference
+        self._start = {name: _flat(tensor) for name, tensor in reference.items()}
         self._sums = {
-            name: torch.zeros(tensor.numel(), dtype=accumulation_dtype(tensor))
+            name: torch.zeros(tensor.numel(), dtype=accumulation_dtype(tensor)).numpy()
             for name, tensor in reference.items()
         }
-        self._pending: list[Reply] = []
+        self._pending: list[tuple[dict[str, NDArray[Any]], float]] = []
+        self._pending_bytes = 0
         self.total_weight = 0.0
 
     def add(self, reply: Reply) -> None:
         """Add a checked reply; the same replies in the same order give the same bits."""
         self.total_weight += reply.weight
-        self._pending.append(reply)
-        # Two at a time: the sum and the reference travel through memory half as often.
-        if len(self._pending) == 2:
+        self._pending.append(
+            ({name: _flat(reply.tensors[name]) for name in self._sums}, reply.weight)
+        )
+        self._pending_bytes += reply.num_bytes
+        if len(self._pending) > 1 and self._pending_bytes >= _PENDING_BYTES:
             self._fold()
 
     def finish(self) -> dict[str, Tensor]:
@@ -200,28 +215,53 @@ class MeanAccumulator:
             raise ValueError("the weights of the replies add up to 0")
         self._fold()
         return {
-            name: self._sums.pop(name).div_(self.total_weight).view(tensor.shape)
+            name: torch.from_numpy(self._sums.pop(name)).div_(self.total_weight).view(tensor.shape)
             for name, tensor in self._reference.items()
         }
 
     def _fold(self) -> None:
-        buffer = torch.empty(_CHUNK, dtype=torch.float32)
-        for name, total in self._sums.items():
-            sent = self._reference[name].reshape(-1)
-            parts = [(reply.tensors[name].reshape(-1), reply.weight) for reply in self._pending]
-            for start in range(0, total.numel(), _CHUNK):
-                chunk = slice(start, start + _CHUNK)
-                sum_chunk, sent_chunk = total[chunk], sent[chunk]
-                for values, weight in parts:
-                    if sent.dtype == torch.float32:
-                        difference = buffer[: sum_chunk.numel()]
-                        torch.sub(sent_chunk, values[chunk], out=difference)
-                    elif sent.is_floating_point():
-                        difference = sent_chunk.to(total.dtype) - values[chunk].to(total.dtype)
-                    else:
-                        difference = values[chunk].to(total.dtype)
-                    sum_chunk.add_(difference, alpha=weight)
+        """Add what is pending, each thread to chunks of its own."""
+        chunks = [
+            (name, slice(start, start + _CHUNK))
+            for name, total in self._sums.items()
+            for start in range(0, total.size, _CHUNK)
+        ]
+        threads = torch.get_num_threads()
+        # Threads of Python and NumPy's loops: torch would start and join its threads anew for
+        # every chunk, which takes as long as the sums themselves.
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._fold_chunks, (chunks[place::threads] for place in range(threads))))
         self._pending.clear()
+        self._pending_bytes = 0
+
+    def _fold_chunks(self, chunks: Sequence[tuple[str, slice]]) -> None:
+        buffers = {np.dtype(kind): np.empty(_CHUNK, kind) for kind in (np.float32, np.float64)}
+        with np.errstate(over="ignore", invalid="ignore"):  # the engine looks at what comes out
+            for name, chunk in chunks:
+                total = self._sums[name][chunk]
+                dtype = self._reference[name].dtype
+                start = _widened(self._start[name][chunk], dtype)
+                buffer = buffers[total.dtype][: total.size]
+                for reply, weight in self._pending:
+                    values = _widened(reply[name][chunk], dtype)
+                    if dtype.is_floating_point:
+                        values = np.subtract(start, values, out=buffer)
+                    if weight != 1:
+                        values = np.multiply(values, weight, out=buffer)
+                    np.add(total, values, out=total)
+
+
+def _flat(tensor: Tensor) -> NDArray[Any]:
+    """Look at a tensor's values in a row; at the bits of bfloat16, which NumPy does not know."""
+    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
+    return bits.reshape(-1).numpy()
+
+
+def _widened(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
+    """Return float32 for the 16-bit floats, which are its short forms, and others as they are."""
+    if dtype == torch.bfloat16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32) if dtype == torch.float16 else values
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

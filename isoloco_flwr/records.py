@@ -38,6 +38,13 @@ _DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
     *(f"float{bits}" for bits in (16, 32, 64)),
 )
+
+with warnings.catch_warnings():
+    # torch warns, once a process, of a NumPy array that is read-only; nothing here writes to one.
+    # Filtering that at each array would take as long as reading a small one.
+    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+    torch.from_numpy(np.frombuffer(bytes(1), dtype=np.uint8))
+
 _READERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 
 
@@ -89,10 +96,7 @@ def _view(
     values = values.reshape(shape, order=order)
     if not dtype.isnative or order == "F":
         values = np.ascontiguousarray(values, dtype=dtype.newbyteorder("=")).reshape(shape)
-    with warnings.catch_warnings():
-        # torch warns that the bytes are read-only; nothing here writes to them.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(values)
+    return torch.from_numpy(values)
 
 
 def _announced(dtype: str) -> str | None:

@@ -36,10 +36,18 @@ def ties(deltas: Tensor, sparsity: float = 0.1) -> Tensor:
     stack = as_stack("ties", deltas)
     rows = stack.reshape(len(stack), -1)
     keep = kept_count(rows.shape[1], sparsity)
-    trimmed = torch.stack([row * largest(row.abs(), keep) for row in rows])
+    # Worker by worker, so that beside the stack only masks of its size are in memory.
+    masks = [largest(row.abs(), keep) for row in rows]
     # In float64 a float32 sum that cancels is exactly 0, in whatever order it is added.
-    elected = trimmed.sum(0, dtype=torch.float64).sign().to(trimmed.dtype)
-    agrees = trimmed.sign() == elected
-    agrees &= elected != 0
-    merged = (trimmed * agrees).sum(0) / agrees.sum(0).clamp(min=1)
+    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    for row, mask in zip(rows, masks, strict=True):
+        total += row * mask
+    elected = total.sign().to(rows.dtype)
+    merged = torch.zeros_like(rows[0])
+    count = torch.zeros_like(rows[0])
+    for row, mask in zip(rows, masks, strict=True):
+        agrees = mask & (row.sign() == elected) & (elected != 0)
+        merged += row * agrees
+        count += agrees
+    merged /= count.clamp(min=1)
     return merged.reshape(stack.shape[1:]).to(deltas.dtype)
