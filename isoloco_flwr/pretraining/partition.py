@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from flwr_datasets.partitioner import Partitioner
+    from flwr_datasets.partitioner import Partitioner  # type: ignore[import-untyped]
 
 __all__ = ["PARTITIONERS", "partition_documents"]
 
@@ -164,7 +164,7 @@ def _apply(
     num_workers: int,
 ) -> list[NDArray[np.int64]]:
     """Partition the table of the documents in this order."""
-    from datasets import Dataset
+    from datasets import Dataset  # type: ignore[import-untyped]
 
     columns = {"document": order} if labels is None else {"document": order, "label": labels[order]}
     partitioner.dataset = Dataset.from_dict(columns).with_format("numpy")
