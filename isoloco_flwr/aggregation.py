@@ -34,6 +34,10 @@ _PENDING_BYTES = 64 << 20
 through memory once for all of them."""
 
 
+PSEUDO_GRADIENT = "pseudo-gradient"
+"""Name of the ArrayRecord of a reply that carries what was sent minus what the worker ended at."""
+
+
 class BadReplyError(ValueError):
     """A reply that must not touch the model; the message is the reason."""
 
@@ -43,13 +47,15 @@ class Reply:
     """A checked reply."""
 
     tensors: Mapping[str, Tensor]
-    """The worker's parameters by name: views of the bytes received."""
+    """The worker's parameters by name, or its pseudo-gradient: views of the bytes received."""
     weight: float
     """Weight of the reply in the mean, >= 0."""
     metrics: RecordDict
     """What came beside the parameters."""
     num_bytes: int
     """Bytes of the parameters received."""
+    is_pseudo_gradient: bool = False
+    """Whether floating-point tensors are pseudo-gradients, of any float dtype."""
 
 
 def read_reply(
@@ -64,7 +70,8 @@ def read_reply(
     Parameters
     ----------
     message : Message
-        A worker's answer: full parameters under one ArrayRecord, metrics under one MetricRecord.
+        A worker's answer: full parameters under one ArrayRecord of any name, or its
+        pseudo-gradient under one of the name "pseudo-gradient"; metrics under one MetricRecord.
     reference : Mapping[str, Tensor]
         The parameters that were sent, by name.
     weighted_by_key : str
@@ -83,12 +90,13 @@ def read_reply(
     content = message.content
     if len(content.array_records) != 1:
         raise BadReplyError(f"{len(content.array_records)} ArrayRecords, allowed is 1")
-    record = next(iter(content.array_records.values()))
+    [(name, record)] = content.array_records.items()
     try:
         tensors = named_like(tensors_from_record(record), reference)
     except ValueError as error:
         raise BadReplyError(str(error)) from error
-    check_tensors(tensors, reference)
+    is_pseudo_gradient = name == PSEUDO_GRADIENT
+    check_tensors(tensors, reference, any_float=is_pseudo_gradient)
     weight = 1.0
     if weighting == "examples":
         if len(content.metric_records) != 1:
@@ -97,11 +105,22 @@ def read_reply(
         weight = check_weight(weighted_by_key, metric)
     metrics = RecordDict(dict(content.metric_records.items()))
     num_bytes = sum(len(array.data) for array in record.values())
-    return Reply(tensors=tensors, weight=weight, metrics=metrics, num_bytes=num_bytes)
+    return Reply(
+        tensors=tensors,
+        weight=weight,
+        metrics=metrics,
+        num_bytes=num_bytes,
+        is_pseudo_gradient=is_pseudo_gradient,
+    )
 
 
-def check_tensors(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-    """Raise `BadReplyError` unless tensors are finite and laid out as those sent."""
+def check_tensors(
+    tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, any_float: bool = False
+) -> None:
+    """Raise `BadReplyError` unless tensors are finite and laid out as those sent.
+
+    With `any_float` a floating-point tensor may have another floating-point dtype.
+    """
     if missing := [name for name in reference if name not in tensors]:
         raise BadReplyError(f"array {missing[0]!r} is missing ({len(missing)} missing)")
     if extra := [name for name in tensors if name not in reference]:
@@ -112,7 +131,8 @@ def check_tensors(tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor]
             raise BadReplyError(
                 f"array {name!r} of shape {tuple(got.shape)}, sent was {tuple(sent.shape)}"
             )
-        if got.dtype != sent.dtype:
+        both_float = got.is_floating_point() and sent.is_floating_point()
+        if got.dtype != sent.dtype and not (any_float and both_float):
             raise BadReplyError(f"array {name!r} of {got.dtype}, sent was {sent.dtype}")
         if not is_finite(got):
             raise BadReplyError(f"array {name!r} has values that are not finite")
@@ -183,16 +203,14 @@ class MeanAccumulator:
             name: torch.zeros(tensor.numel(), dtype=accumulation_dtype(tensor)).numpy()
             for name, tensor in reference.items()
         }
-        self._pending: list[tuple[dict[str, NDArray[Any]], float]] = []
+        self._pending: list[tuple[Reply, dict[str, NDArray[Any]]]] = []
         self._pending_bytes = 0
         self.total_weight = 0.0
 
     def add(self, reply: Reply) -> None:
         """Add a checked reply; the same replies in the same order give the same bits."""
         self.total_weight += reply.weight
-        self._pending.append(
-            ({name: _flat(reply.tensors[name]) for name in self._sums}, reply.weight)
-        )
+        self._pending.append((reply, {name: _flat(reply.tensors[name]) for name in self._sums}))
         self._pending_bytes += reply.num_bytes
         if len(self._pending) > 1 and self._pending_bytes >= _PENDING_BYTES:
             self._fold()
@@ -239,15 +257,15 @@ class MeanAccumulator:
         with np.errstate(over="ignore", invalid="ignore"):  # the engine looks at what comes out
             for name, chunk in chunks:
                 total = self._sums[name][chunk]
-                dtype = self._reference[name].dtype
-                start = _widened(self._start[name][chunk], dtype)
+                sent = self._reference[name]
+                start = _widened(self._start[name][chunk], sent.dtype)
                 buffer = buffers[total.dtype][: total.size]
-                for reply, weight in self._pending:
-                    values = _widened(reply[name][chunk], dtype)
-                    if dtype.is_floating_point:
+                for reply, arrays in self._pending:
+                    values = _widened(arrays[name][chunk], reply.tensors[name].dtype)
+                    if sent.is_floating_point() and not reply.is_pseudo_gradient:
                         values = np.subtract(start, values, out=buffer)
-                    if weight != 1:
-                        values = np.multiply(values, weight, out=buffer)
+                    if reply.weight != 1:
+                        values = np.multiply(values, reply.weight, out=buffer)
                     np.add(total, values, out=total)
 
 

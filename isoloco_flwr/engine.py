@@ -132,7 +132,7 @@ class OuterEngine:
                 if reply is not None:
                     weights[position] = reply.weight
                     if stack is not None:
-                        stack.write(position, reply.tensors)
+                        stack.write(position, reply)
                         rest = {name: reply.tensors[name] for name in averaged}
                         reply = dataclasses.replace(reply, tensors=rest)
                 yield position, reply
@@ -185,7 +185,7 @@ class OuterEngine:
             ]
         try:
             return self.merge.function(rows.to(self.device), **options)
-        except ValueError as error:
+        except (ValueError, torch.linalg.LinAlgError) as error:
             raise SkippedRoundError(f"{name!r}: {error}") from error
 
     def _needs_all(self, name: str, sent: Tensor) -> bool:
@@ -212,7 +212,10 @@ class OuterEngine:
     def _merge_mean(self, name: str, mean: Tensor) -> Tensor:
         if self.merge.from_mean is None or not self._is_merged(name, mean) or not is_finite(mean):
             return mean
-        return self.merge.from_mean(mean, **self.merge_options)
+        try:
+            return self.merge.from_mean(mean, **self.merge_options)
+        except torch.linalg.LinAlgError as error:
+            raise SkippedRoundError(f"{name!r}: {error}") from error
 
     def _new_values(self, name: str, sent: Tensor, delta: Tensor) -> Tensor:
         if not sent.is_floating_point():

@@ -10,7 +10,7 @@ payload holds the bits as uint16.
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from io import BytesIO
 from typing import Any, Literal
@@ -25,6 +25,7 @@ __all__ = [
     "array_from_tensor",
     "named_like",
     "npy_from_tensor",
+    "pseudo_gradients",
     "record_from_tensors",
     "tensor_from_array",
     "tensor_from_npy",
@@ -216,3 +217,30 @@ def record_from_tensors(
     """Serialise named tensors, one after the other, into a record."""
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     return ArrayRecord({name: array_from_tensor(tensor) for name, tensor in items})
+
+
+def pseudo_gradients(
+    sent: Mapping[str, Tensor], trained: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a worker answers with in place of its parameters.
+
+    Parameters
+    ----------
+    sent : Mapping[str, Tensor]
+        Parameters received, by name.
+    trained : Mapping[str, Tensor]
+        Parameters after the inner steps, on any device.
+    dtype : torch.dtype
+        float32, float16 or bfloat16, for all floating-point tensors.
+
+    Yields
+    ------
+    tuple[str, Tensor]
+        Name and `sent - trained`, subtracted in the parameter's own dtype; integer and bool tensors
+        as they are.
+    """
+    for name, value in trained.items():
+        if value.is_floating_point():
+            yield name, (sent[name].to(value.device) - value).to(dtype)
+        else:
+            yield name, value

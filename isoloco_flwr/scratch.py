@@ -12,7 +12,7 @@ import torch
 from flwr.supercore import log
 from torch import Tensor
 
-from isoloco_flwr.aggregation import accumulation_dtype
+from isoloco_flwr.aggregation import Reply, accumulation_dtype
 
 __all__ = ["ScratchFullError", "ScratchStack"]
 
@@ -68,15 +68,16 @@ class ScratchStack:
         self._file = tempfile.TemporaryFile(dir=where)  # noqa: SIM115 - close() closes it
         os.truncate(self._file.fileno(), size)
 
-    def write(self, row: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the pseudo-gradients of one worker, 0 <= row < R, from its parameters.
+    def write(self, row: int, reply: Reply) -> None:
+        """Write the pseudo-gradients of one worker, 0 <= row < R, from its reply.
 
         Written through the file, not through a memory map: a full disk is an `OSError` here and
         not a crash, and pages written do not count as this process's memory.
         """
         for name, sent in self._reference.items():
             dtype = accumulation_dtype(sent)
-            delta = sent.to(dtype) - tensors[name].to(dtype)
+            values = reply.tensors[name].to(dtype)
+            delta = values if reply.is_pseudo_gradient else sent.to(dtype) - values
             view = delta.reshape(-1).view(torch.uint8).numpy().data
             offset = self._offsets[name] + row * view.nbytes
             while view:

@@ -110,7 +110,7 @@ def test_the_scratch_file_gives_back_what_went_in(rows, tmp_path):
     workers = [scratch_model(worker + 1) for worker in range(3)]
     stack = ScratchStack(reference, 3, tmp_path)
     for row in reversed(rows):
-        stack.write(row, workers[row])
+        stack.write(row, as_reply(workers[row]))
     for name, sent in reference.items():
         expected = torch.stack([sent - workers[row][name] for row in rows])
         assert torch.equal(stack.read(name, rows), expected)
