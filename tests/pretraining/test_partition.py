@@ -167,5 +167,7 @@ def test_labels_are_asked_for(partitioner):
 
 
 def test_an_unknown_partitioner_is_named():
-    with pytest.raises(ValueError, match="'era': allowed is one of iid, " + ", ".join(PARTITIONERS)):
+    with pytest.raises(
+        ValueError, match="'era': allowed is one of iid, " + ", ".join(PARTITIONERS)
+    ):
         partition("era", [1, 1, 1], [0, 0, 0])
