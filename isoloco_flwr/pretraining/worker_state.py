@@ -12,13 +12,30 @@ from safetensors.torch import save
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["WorkerStateError", "load_worker_state", "save_worker_state"]
+__all__ = ["WorkerStateError", "load_worker_state", "save_worker_state", "state_bytes"]
 
 FORMAT = "isoloco_flwr worker state 2"
 
 
 class WorkerStateError(ValueError):
     """A state file that is cut, edited, or of another optimizer; the message names it."""
+
+
+def state_bytes(optimizer: Optimizer, *, rounds: int) -> int:
+    """Return how many bytes on the disk a worker's states take.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+        A fresh inner optimizer; SGD without momentum has no state, the others' are taken to have
+        two moments a parameter in the parameter's dtype (Muon has one for the hidden matrices).
+    rounds : int
+        Rounds whose states are there at a time.
+    """
+    if isinstance(optimizer, torch.optim.SGD):
+        return 0
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return 2 * rounds * sum(parameter.nbytes for parameter in parameters)
 
 
 def save_worker_state(
@@ -39,6 +56,8 @@ def save_worker_state(
         this one.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".part-*"):  # by a process that was killed
+        left.unlink(missing_ok=True)
     tensors = {
         f"{index}.{name}": value
         for index, state in optimizer.state_dict()["state"].items()
