@@ -167,10 +167,12 @@ def _apply(
     from datasets import Dataset  # type: ignore[import-untyped]
 
     columns = {"document": order} if labels is None else {"document": order, "label": labels[order]}
-    partitioner.dataset = Dataset.from_dict(columns).with_format("numpy")
-    return [
-        np.sort(partitioner.load_partition(worker)["document"][:]) for worker in range(num_workers)
+    partitioner.dataset = Dataset.from_dict(columns)
+    # Partitioners read the labels one at a time, which is slow in NumPy's format.
+    parts = [
+        partitioner.load_partition(worker).with_format("numpy") for worker in range(num_workers)
     ]
+    return [np.sort(part["document"][:]) for part in parts]
 
 
 def _even_cuts(tokens: NDArray[np.int64], num_workers: int) -> NDArray[np.int64]:
