@@ -1,16 +1,18 @@
 """H inner steps of one worker."""
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - its name everywhere
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from isoloco_flwr.pretraining.schedule import learning_rate_factor
+from isoloco_flwr.pretraining.execution import resolve_precision
+from isoloco_flwr.pretraining.loss import next_token_loss
+from isoloco_flwr.pretraining.schedule import WARMUP_FRACTION, learning_rate_factor
 
 __all__ = ["InnerReport", "build_inner_optimizer", "next_token_loss", "run_inner_steps"]
 
@@ -23,13 +25,17 @@ class InnerReport:
     """What a round of inner steps saw."""
 
     mean_loss: float
-    """Training loss in nats per token, mean over the steps."""
+    """Training loss in nats per token, mean over the steps that were taken."""
     last_loss: float
-    """Training loss of the last step in nats per token."""
+    """Training loss of the last step that was taken, in nats per token."""
     mean_gradient_norm: float
-    """Norm of the gradient over all parameters before clipping, mean over the steps."""
+    """Norm of the gradient over all parameters before clipping, mean over the steps taken."""
     tokens: int
-    """Tokens trained on."""
+    """Tokens read, those of skipped steps included."""
+    skipped_steps: int
+    """Steps that were left out since their loss or gradient was not finite."""
+    seconds: float
+    """Wall-clock time of the steps."""
 
 
 def build_inner_optimizer(name: str, parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
@@ -61,20 +67,6 @@ def build_inner_optimizer(name: str, parameters: Iterable[nn.Parameter], *, lr: 
     raise ValueError(f"inner optimizer {name!r}: allowed is one of adamw, sgd")
 
 
-def next_token_loss(model: PreTrainedModel, batch: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the next token in nats.
-
-    Parameters
-    ----------
-    model : PreTrainedModel
-        A causal language model.
-    batch : Tensor
-        int64 of shape (sequences, context + 1): inputs and, one further, targets.
-    """
-    logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-
-
 def run_inner_steps(
     model: PreTrainedModel,
     optimizer: Optimizer,
@@ -83,8 +75,13 @@ def run_inner_steps(
     first_step: int,
     steps: int,
     total_steps: int,
-    lr: float,
+    lr: float | None = None,
     clip_norm: float = CLIP_NORM,
+    schedule: str = "cosine",
+    warmup_fraction: float = WARMUP_FRACTION,
+    micro_batch_size: int = 0,
+    precision: str = "fp32",
+    max_skipped_steps: int = 10,
 ) -> InnerReport:
     """Train a model for one round.
 
@@ -102,43 +99,90 @@ def run_inner_steps(
         H.
     total_steps : int
         Inner steps of the whole run, over which the learning rate is scheduled.
-    lr : float
-        Peak learning rate.
+    lr : float, optional
+        Peak learning rate of all groups of the optimizer; None takes each group's `peak_lr`.
     clip_norm : float
         Largest norm of a gradient.
+    schedule, warmup_fraction
+        See `learning_rate_factor`.
+    micro_batch_size : int
+        Sequences whose gradients are taken at once and accumulated; the last part of a batch may
+        have fewer. 0 takes the whole batch.
+    precision : {"fp32", "bf16", "auto"}
+        See `resolve_precision`. Parameters, gradients and the optimizer's state are float32 with
+        bf16 as well.
+    max_skipped_steps : int
+        A step whose loss or gradient is not finite is skipped: neither the model nor the optimizer
+        changes. So many in a row are an error.
 
     Raises
     ------
     FloatingPointError
-        If a loss or a gradient is not finite; neither model nor optimizer must be used then.
+        If `max_skipped_steps` steps in a row, or all steps of the round, were skipped. The model
+        and the optimizer are as they were before those steps.
+
+    Notes
+    -----
+    The host waits for a GPU once a step, to decide whether the step is taken. By then the next
+    batch is read and all work up to the clipped gradient is queued, so that the GPU waits for no
+    more than the launch of the optimizer.
     """
     device = next(model.parameters()).device
+    in_bf16 = resolve_precision(precision, device) == "bf16"
     model.train()
-    losses = []
-    norms = []
-    tokens = 0
+    started = time.perf_counter()
+    losses: list[float] = []
+    norms: list[float] = []
+    tokens = skipped_in_a_row = 0
+    batch = batches(first_step).to(device)
     for step in range(first_step, first_step + steps):
-        batch = batches(step).to(device)
+        factor = learning_rate_factor(
+            step, total_steps, schedule=schedule, warmup_fraction=warmup_fraction
+        )
         for group in optimizer.param_groups:
-            group["lr"] = lr * learning_rate_factor(step, total_steps)
-        loss = next_token_loss(model, batch)
+            group["lr"] = (group["peak_lr"] if lr is None else lr) * factor
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip_norm))
-        optimizer.step()
-        losses.append(loss.detach())
+        loss = _backward(model, batch, micro_batch_size or len(batch), in_bf16)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         tokens += batch[:, 1:].numel()
-    # Read once a round: reading a number waits for a GPU. The norms are checked too, since what the
-    # last step does to the model shows in no loss.
-    loss_values = torch.stack(losses).double().tolist()
-    norm_values = torch.stack(norms).double().tolist()
-    for step in range(steps):
-        for what, value in (("training loss", loss_values[step]), ("gradient", norm_values[step])):
-            if not math.isfinite(value):
-                raise FloatingPointError(f"the {what} of inner step {first_step + step} is {value}")
+        if step + 1 < first_step + steps:
+            batch = batches(step + 1).to(device)
+        loss_value, norm_value = torch.stack((loss, norm)).tolist()
+        if math.isfinite(loss_value) and math.isfinite(norm_value):
+            optimizer.step()
+            losses.append(loss_value)
+            norms.append(norm_value)
+            skipped_in_a_row = 0
+            continue
+        skipped_in_a_row += 1
+        if skipped_in_a_row == min(max_skipped_steps, steps):
+            what, value = (
+                ("gradient", norm_value)
+                if math.isfinite(loss_value)
+                else ("training loss", loss_value)
+            )
+            raise FloatingPointError(
+                f"the {what} of inner step {step} is {value}: {skipped_in_a_row} steps in a row "
+                "had to be skipped"
+            )
     return InnerReport(
-        mean_loss=sum(loss_values) / steps,
-        last_loss=loss_values[-1],
-        mean_gradient_norm=sum(norm_values) / steps,
+        mean_loss=sum(losses) / len(losses),
+        last_loss=losses[-1],
+        mean_gradient_norm=sum(norms) / len(norms),
         tokens=tokens,
+        skipped_steps=steps - len(losses),
+        seconds=time.perf_counter() - started,
     )
+
+
+def _backward(model: PreTrainedModel, batch: Tensor, size: int, in_bf16: bool) -> Tensor:
+    """Add the gradients of the mean loss of a batch to the parameters; return the loss."""
+    total = torch.zeros((), device=batch.device)
+    for part in torch.split(batch, size):
+        with torch.autocast(batch.device.type, dtype=torch.bfloat16, enabled=in_bf16):
+            loss = next_token_loss(model, part)
+        if len(part) < len(batch):  # all sequences have equally many tokens
+            loss = loss * (len(part) / len(batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total

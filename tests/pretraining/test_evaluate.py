@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from isoloco_flwr.pretraining.evaluate import held_out_loss
-from isoloco_flwr.pretraining.inner_loop import next_token_loss
+from isoloco_flwr.pretraining.loss import next_token_loss
 from isoloco_flwr.pretraining.model import build_model
 
 TOKENS = np.random.default_rng(0).integers(0, 257, size=8 * 10 + 1).astype(np.uint16)
@@ -18,14 +18,25 @@ def model():
     return build_model("demo", vocabulary_size=257, seed=0)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 64])
-def test_all_sequences_are_read_once(model, batch_size):
+@pytest.mark.parametrize("tokens_at_once", [1, 3 * 8 + 7, 8192])
+def test_all_sequences_are_read_once(model, tokens_at_once):
     rows = torch.from_numpy(TOKENS.astype(np.int64)).unfold(0, 9, 8)
     assert len(rows) == 10
     with torch.no_grad():
         expected = sum(next_token_loss(model, row[None]).item() for row in rows) / 10
-    loss = held_out_loss(model, TOKENS, context=8, batch_size=batch_size)
+    loss = held_out_loss(model, TOKENS, context=8, tokens_at_once=tokens_at_once)
     assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_batch_has_more_tokens_than_asked_for(model):
+    sizes = []
+    handle = model.register_forward_pre_hook(
+        lambda module, positional, named: sizes.append(named["input_ids"].numel()),
+        with_kwargs=True,
+    )
+    held_out_loss(model, TOKENS, context=8, tokens_at_once=31)
+    handle.remove()
+    assert sizes == [24, 24, 24, 8]
 
 
 def test_a_part_is_spread_over_the_text(model):
