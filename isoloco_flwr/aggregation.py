@@ -57,6 +57,12 @@ class Reply:
     is_pseudo_gradient: bool = False
     """Whether floating-point tensors are pseudo-gradients, of any float dtype."""
 
+    def pseudo_gradient(self, name: str, sent: Tensor) -> Tensor:
+        """Return the pseudo-gradient of a floating-point parameter, in the accumulation dtype."""
+        dtype = accumulation_dtype(sent)
+        values = self.tensors[name].to(dtype)
+        return values if self.is_pseudo_gradient else sent.to(dtype) - values
+
 
 def read_reply(
     message: Message,

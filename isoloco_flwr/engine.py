@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isoloco_flwr.aggregation import MeanAccumulator, Reply, Weighting, in_order, is_finite
+from isoloco_flwr.diagnostics import MergeDiagnostics
 from isoloco_flwr.merging import METHODS, check_options
 from isoloco_flwr.merging.dare import worker_generator
 from isoloco_flwr.outer import OuterOptimizer
@@ -52,6 +53,7 @@ class OuterEngine:
         device: str | torch.device | None,
         scratch_dir: str | Path | None,
         seed: int,
+        diagnostics: Sequence[str] = (),
     ) -> None:
         self.merge_options = check_options(merge, merge_options or {})
         self.merge = METHODS[merge]
@@ -70,6 +72,9 @@ class OuterEngine:
         self.device = torch.device("cpu" if device is None else device)
         self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
         self.seed = seed
+        self.diagnostics = tuple(diagnostics)
+        self.figures: dict[str, dict[str, float | None]] = {}
+        """Diagnostics of the newest round by name of the matrix."""
 
     def settings(self) -> dict[str, Any]:
         """Return what decides the numbers of an outer step, as JSON has it."""
@@ -119,6 +124,7 @@ class OuterEngine:
             If fewer than `min_train_replies` replies are good, their weights add up to 0, or their
             pseudo-gradients are not finite. Nothing has changed then.
         """
+        self.figures = {}
         stacked = {
             name: tensor for name, tensor in reference.items() if self._needs_all(name, tensor)
         }
@@ -126,6 +132,12 @@ class OuterEngine:
         mean = MeanAccumulator(averaged)
         stack = ScratchStack(stacked, len(workers), self.scratch_dir) if stacked else None
         weights: dict[int, float] = {}
+        watched = [
+            name
+            for name, sent in reference.items()
+            if sent.ndim == 2 and self._is_stepped(name, sent) and _matches(name, self.diagnostics)
+        ]
+        seen = MergeDiagnostics()
 
         def recorded() -> Iterator[tuple[int, Reply | None]]:
             for position, reply in replies:
@@ -141,6 +153,9 @@ class OuterEngine:
         try:
             for reply in in_order(recorded()):
                 mean.add(reply)
+                for name in watched:
+                    if name in averaged:
+                        seen.add(name, reply.pseudo_gradient(name, reference[name]))
                 del reply
             if len(weights) < self.min_train_replies:
                 raise SkippedRoundError(
@@ -149,10 +164,12 @@ class OuterEngine:
             if not sum(weights.values()) > 0:
                 raise SkippedRoundError("the weights of the replies add up to 0")
             # All merges first: should one fail, no momentum has been touched.
-            deltas = {
-                name: self._before_momentum(name, reference[name], delta)
-                for name, delta in mean.finish().items()
-            }
+            deltas = {}
+            for name, delta in mean.finish().items():
+                deltas[name] = self._before_momentum(name, reference[name], delta)
+                if name in watched and is_finite(delta):
+                    merges = self.orthogonalize == "gradient"
+                    seen.merged(name, delta, deltas[name] if merges else None)
             used = sorted(weights)
             for name in stacked:
                 assert stack is not None
@@ -164,12 +181,17 @@ class OuterEngine:
                 deltas[name] = self._merge_all(
                     rows, name, server_round, [workers[position] for position in used]
                 )
+                if name in watched:
+                    for row in rows:
+                        seen.add(name, row)
+                    seen.merged(name, rows.mean(0), deltas[name])
         finally:
             if stack is not None:
                 stack.close()
         for name, delta in deltas.items():
             if not is_finite(delta):
                 raise SkippedRoundError(f"the pseudo-gradient of {name!r} is not finite")
+        self.figures = seen.figures()
         return (
             (name, self._new_values(name, sent, deltas.pop(name)))
             for name, sent in reference.items()
@@ -185,7 +207,7 @@ class OuterEngine:
             ]
         try:
             return self.merge.function(rows.to(self.device), **options)
-        except (ValueError, torch.linalg.LinAlgError) as error:
+        except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             raise SkippedRoundError(f"{name!r}: {error}") from error
 
     def _needs_all(self, name: str, sent: Tensor) -> bool:
@@ -214,7 +236,7 @@ class OuterEngine:
             return mean
         try:
             return self.merge.from_mean(mean, **self.merge_options)
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise SkippedRoundError(f"{name!r}: {error}") from error
 
     def _new_values(self, name: str, sent: Tensor, delta: Tensor) -> Tensor:

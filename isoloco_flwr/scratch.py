@@ -75,9 +75,7 @@ class ScratchStack:
         not a crash, and pages written do not count as this process's memory.
         """
         for name, sent in self._reference.items():
-            dtype = accumulation_dtype(sent)
-            values = reply.tensors[name].to(dtype)
-            delta = values if reply.is_pseudo_gradient else sent.to(dtype) - values
+            delta = reply.pseudo_gradient(name, sent)
             view = delta.reshape(-1).view(torch.uint8).numpy().data
             offset = self._offsets[name] + row * view.nbytes
             while view:

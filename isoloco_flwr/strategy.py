@@ -167,6 +167,10 @@ class MergeStrategy(FedAvg):
         registration.
     node_timeout : float (default: 3600.0)
         Seconds to wait for enough nodes before the run ends with a `TimeoutError`.
+    diagnostics : Sequence[str] (default: ())
+        Patterns of names of matrices whose merge is looked at in every round: how far the workers
+        agree, and spectra before and after, in `engine.figures` (`isoloco_flwr.diagnostics`). Each
+        costs one more matrix in memory and the singular values of two.
 
     Raises
     ------
@@ -206,6 +210,7 @@ class MergeStrategy(FedAvg):
         scratch_dir: str | Path | None = None,
         seed: int = 0,
         node_timeout: float = 3600.0,
+        diagnostics: Sequence[str] = (),
     ) -> None:
         super().__init__(
             fraction_train=fraction_train,
@@ -233,6 +238,7 @@ class MergeStrategy(FedAvg):
             device=device,
             scratch_dir=scratch_dir,
             seed=seed,
+            diagnostics=diagnostics,
         )
         self.seed = seed
         self.node_timeout = node_timeout

@@ -34,8 +34,10 @@ def state_bytes(optimizer: Optimizer, *, rounds: int) -> int:
     """
     if isinstance(optimizer, torch.optim.SGD):
         return 0
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return 2 * rounds * sum(parameter.nbytes for parameter in parameters)
+    sizes: list[int] = [
+        parameter.nbytes for group in optimizer.param_groups for parameter in group["params"]
+    ]
+    return 2 * rounds * sum(sizes)
 
 
 def save_worker_state(
