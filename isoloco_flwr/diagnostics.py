@@ -2,7 +2,6 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
