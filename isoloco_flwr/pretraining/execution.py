@@ -1,5 +1,7 @@
 """How a model is executed: arithmetic, compilation, gradient checkpointing."""
 
+import warnings
+
 import torch
 from transformers import PreTrainedModel
 
@@ -72,7 +74,10 @@ def prepare_model(
             raise ValueError(
                 f"gradient checkpointing: {type(model).__name__} has none, allowed is false"
             )
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():
+            # Its new name is missing in older releases of transformers 5.
+            warnings.simplefilter("ignore", FutureWarning)
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     if compile:
         model.base_model.compile()
     return model
