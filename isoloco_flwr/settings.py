@@ -8,12 +8,15 @@ here have none. A run config is flat: `strategy.outer-lr` is the field `outer_lr
 import dataclasses
 import difflib
 import math
+import tomllib
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from isoloco_flwr.engine import Orthogonalize
+from isoloco_flwr.merging import METHODS, check_options
 from isoloco_flwr.presets import PRESETS, Preset
 
 __all__ = [
@@ -72,13 +75,38 @@ class StrategySettings:
     """Learning rate of the outer step; None takes the preset's."""
     outer_momentum: float | None = setting(at_least=0, below=1)
     """Momentum of the outer step; None takes the preset's."""
+    merge_options: str = setting(may_be_empty=True)
+    """Options of the merge in place of the preset's, as in a TOML table: `polar = 'fast'`."""
+    orthogonalize: str = setting(choices=typing.get_args(Orthogonalize))
+    """Whether Iso-C is made of the pseudo-gradient or of the outer momentum's update."""
+    diagnostics: str = setting(may_be_empty=True)
+    """Patterns (fnmatch), separated by commas, of the names of matrices whose merge is looked at
+    in every round."""
+
+    def __post_init__(self) -> None:
+        key = f"run-config key strategy.merge-options = {self.merge_options!r}"
+        try:
+            check_options(self.preset.merge, self.preset.merge_options)
+        except tomllib.TOMLDecodeError as error:
+            raise SettingsError(
+                f"{key}: allowed is name = value, separated by commas ({error})"
+            ) from error
+        except ValueError as error:
+            raise SettingsError(f"{key}: {error}") from error
+        if self.orthogonalize == "update" and METHODS[self.preset.merge].from_mean is None:
+            raise SettingsError(
+                f"run-config key strategy.orthogonalize = 'update' with strategy.name = "
+                f"{self.name!r}: allowed is 'gradient'"
+            )
 
     @property
     def preset(self) -> Preset:
         """The preset with the values set here in place of its own."""
         preset = PRESETS[self.name]
+        options = tomllib.loads(f"options = {{{self.merge_options}}}")["options"]
         return dataclasses.replace(
             preset,
+            merge_options={**preset.merge_options, **options},
             outer_lr=preset.outer_lr if self.outer_lr is None else self.outer_lr,
             outer_momentum=(
                 preset.outer_momentum if self.outer_momentum is None else self.outer_momentum

@@ -26,6 +26,28 @@ def test_an_integer_stands_for_a_float():
     assert isinstance(settings.inner.lr, float)
 
 
+def test_merge_options_replace_the_preset_s():
+    text = "polar = 'fast', scale = 'rms'"
+    settings = parse_settings({**DEFAULTS, "strategy.merge-options": text})
+    assert settings.strategy.preset.merge_options == {"polar": "fast", "scale": "rms"}
+    ties = {"strategy.name": "ties", "strategy.merge-options": "sparsity = 0.5"}
+    assert parse_settings({**DEFAULTS, **ties}).strategy.preset.merge_options == {"sparsity": 0.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy.name": "ties", "strategy.orthogonalize": "update"},
+        {"model.path": "/models/a", "model.config": "/models/b.json"},
+    ],
+)
+def test_two_values_that_do_not_go_together_are_both_named(changes):
+    with pytest.raises(SettingsError) as error:
+        parse_settings({**DEFAULTS, **changes})
+    for key, value in changes.items():
+        assert f"{key} = {value!r}" in str(error.value)
+
+
 def test_a_value_of_zero_momentum_is_not_mistaken_for_unset():
     settings = parse_settings({**DEFAULTS, "strategy.outer-momentum": 0})
     assert settings.strategy.preset.outer_momentum == 0.0
@@ -50,6 +72,13 @@ def test_a_value_of_zero_momentum_is_not_mistaken_for_unset():
         ("seed", 2**31, f">= 0 and < {2**31}"),
         ("output-dir", "", "a text that is not empty"),
         ("data.source", 3, "a text"),
+        ("strategy.orthogonalize", "momentum", "one of gradient, update"),
+        ("strategy.merge-options", "polar 'fast'", "name = value, separated by commas"),
+        ("strategy.merge-options", "polar = 'slow'", "iso_c: polar = 'slow', allowed is one of"),
+        ("strategy.merge-options", "sparsity = 0.1", "iso_c: option 'sparsity'"),
+        ("inner.reply", "deltas", "one of parameters, pseudo-gradient-fp32"),
+        ("inner.warmup-fraction", 1.0, ">= 0 and < 1"),
+        ("data.partitioner", "label", "data.label-column"),
         ("resume", 1, "true or false"),
         ("resume", "yes", "true or false"),
         ("checkpoint.every", 0, "a whole number >= 1"),
