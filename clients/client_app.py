@@ -1,30 +1,57 @@
 """The ClientApp of the pre-training app: a thin adapter around pretraining."""
 
+import dataclasses
+import hashlib
+import platform
+import shutil
+import time
+import uuid
 from functools import lru_cache
 from logging import WARNING
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
+from numpy.typing import NDArray
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer, run_inner_steps
-from isoloco_flwr.pretraining.model import build_model, load_tensors, model_tensors
-from isoloco_flwr.pretraining.stream import sequences_per_worker, worker_batch
-from isoloco_flwr.pretraining.tokenizer import VOCABULARY_SIZE
+from isoloco_flwr.aggregation import PSEUDO_GRADIENT
+from isoloco_flwr.pretraining.execution import prepare_model
+from isoloco_flwr.pretraining.inner_loop import run_inner_steps
+from isoloco_flwr.pretraining.model import (
+    build_model,
+    context_length,
+    load_tensors,
+    model_tensors,
+)
+from isoloco_flwr.pretraining.optimizers import build_inner_optimizer
+from isoloco_flwr.pretraining.partition import partition_documents
+from isoloco_flwr.pretraining.stream import WorkerStream
 from isoloco_flwr.pretraining.tokens import Tokens, cache_folder, load_tokens
 from isoloco_flwr.pretraining.worker_state import (
     WorkerStateError,
     load_worker_state,
     save_worker_state,
+    state_bytes,
 )
-from isoloco_flwr.records import record_from_tensors, tensors_from_record
-from isoloco_flwr.settings import SettingsError, parse_settings
+from isoloco_flwr.records import pseudo_gradients, record_from_tensors, tensors_from_record
+from isoloco_flwr.settings import (
+    DataSettings,
+    InnerSettings,
+    ModelSettings,
+    RunSettings,
+    SettingsError,
+    parse_settings,
+)
 
 app = ClientApp()
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @app.query()
@@ -32,65 +59,90 @@ def query(message: Message, context: Context) -> Message:
     """Say which worker this node is, once all it needs is there."""
     settings = parse_settings(context.run_config)
     worker, num_workers = _place(context)
-    model = _model(settings.model.preset)
-    sequences_per_worker(
-        len(_tokens(settings.data.source).train),
-        context=model.config.max_position_embeddings,
-        num_workers=num_workers,
+    model = _prepared(settings, context)
+    _stream(settings, context, model)
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    keeps = settings.inner.state == "keep"
+    # One state is read while the next is written, and all since the newest checkpoint stay.
+    rounds = settings.checkpoint.every + 1
+    answer = ConfigRecord(
+        {
+            "partition-id": worker,
+            "num-partitions": num_workers,
+            "disk": _disk_name(folder),
+            "state-bytes": state_bytes(_optimizer(settings.inner, model), rounds=rounds) * keeps,
+            "free-bytes": shutil.disk_usage(folder).free,
+        }
     )
-    answer = ConfigRecord({"partition-id": worker, "num-partitions": num_workers})
     return Message(RecordDict({"worker": answer}), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """Run H inner steps from the global parameters and answer with the worker's own."""
+    started = time.perf_counter()
     settings = parse_settings(context.run_config)
+    inner = settings.inner
     worker, num_workers = _place(context)
     batch_size = settings.worker_batch_size(num_workers)
     config = message.content.config_records["config"]
     server_round = cast(int, config["server-round"])
+    model = _prepared(settings, context)
+    stream = _stream(settings, context, model)
+    sent = tensors_from_record(message.content.array_records["arrays"])
+    load_tensors(model, sent)
+    # A model with dropout must not depend on what this process did before.
+    torch.manual_seed(_random_seed(settings.seed, worker, server_round))
+    optimizer = _optimizer(inner, model)
     state_folder = cache_folder() / "workers" / str(config["run-key"]) / f"worker-{worker:04d}"
-    tokens = _tokens(settings.data.source)
-    model = _model(settings.model.preset)
-    load_tensors(model, tensors_from_record(message.content.array_records["arrays"]))
-    optimizer = build_inner_optimizer(
-        settings.inner.optimizer, model.parameters(), lr=settings.inner.lr
+    keeps = inner.state == "keep"
+    state_lost = (
+        keeps and server_round > 1 and not _restore(state_folder, optimizer, server_round - 1)
     )
-    state_lost = server_round > 1 and not _restore(state_folder, optimizer, server_round - 1)
+    loaded = time.perf_counter()
     report = run_inner_steps(
         model,
         optimizer,
-        lambda step: worker_batch(
-            tokens.train,
-            context=model.config.max_position_embeddings,
-            seed=settings.seed,
-            worker=worker,
-            num_workers=num_workers,
-            step=step,
-            batch_size=batch_size,
-        ),
-        first_step=(server_round - 1) * settings.inner.steps,
-        steps=settings.inner.steps,
+        lambda step: stream.batch(step, batch_size),
+        first_step=(server_round - 1) * inner.steps,
+        steps=inner.steps,
         total_steps=settings.total_inner_steps,
-        lr=settings.inner.lr,
+        clip_norm=inner.clip_norm,
+        schedule=inner.schedule,
+        warmup_fraction=inner.warmup_fraction,
+        micro_batch_size=inner.micro_batch_size,
+        precision=inner.precision,
+        max_skipped_steps=inner.max_skipped_steps,
     )
-    checkpointed = cast("int | None", config.get("checkpoint-round"))
-    save_worker_state(
-        state_folder,
-        optimizer,
-        round_number=server_round,
-        keep_from=checkpointed,
-    )
+    trained = time.perf_counter()
+    if keeps:
+        save_worker_state(
+            state_folder,
+            optimizer,
+            round_number=server_round,
+            keep_from=cast("int | None", config.get("checkpoint-round")),
+        )
+    arrays = model_tensors(model)
+    if inner.reply == "parameters":
+        name, record = "arrays", record_from_tensors(arrays)
+    else:
+        dtype = DTYPES[inner.reply.removeprefix("pseudo-gradient-")]
+        name = PSEUDO_GRADIENT
+        record = record_from_tensors(pseudo_gradients(sent, arrays, dtype))
     metrics = MetricRecord(
         {
-            "num-examples": settings.inner.steps * batch_size,
+            "num-examples": inner.steps * batch_size,
             "train-loss": report.mean_loss,
+            "skipped-steps": report.skipped_steps,
+            "epochs": stream.epochs(server_round * inner.steps, batch_size),
             "state-lost": int(state_lost),
+            "load-seconds": loaded - started,
+            "train-seconds": trained - loaded,
+            "save-seconds": time.perf_counter() - trained,
         }
     )
-    arrays = record_from_tensors(model_tensors(model))
-    return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+    return Message(RecordDict({name: record, "metrics": metrics}), reply_to=message)
 
 
 def _restore(folder: Path, optimizer: Optimizer, round_number: int) -> bool:
@@ -104,16 +156,114 @@ def _restore(folder: Path, optimizer: Optimizer, round_number: int) -> bool:
     return False
 
 
+def _optimizer(inner: InnerSettings, model: PreTrainedModel) -> Optimizer:
+    return build_inner_optimizer(
+        inner.optimizer, model, lr=inner.lr, weight_decay=inner.weight_decay
+    )
+
+
+def _prepared(settings: RunSettings, context: Context) -> PreTrainedModel:
+    """Return the model, set up for training."""
+    tokens = _tokens(_own_data(settings.data, context))
+    inner = settings.inner
+    return _model(
+        settings.model,
+        tokens.vocabulary_size,
+        inner.compile,
+        inner.gradient_checkpointing,
+        inner.tf32,
+    )
+
+
+def _stream(settings: RunSettings, context: Context, model: PreTrainedModel) -> WorkerStream:
+    """Return the batches of this worker."""
+    worker, num_workers = _place(context)
+    data = _own_data(settings.data, context)
+    documents = None
+    if data.partitioner != "iid":
+        own = _partition(data, num_workers, settings.seed)[worker]
+        documents = (_tokens(data).train_documents, own)
+    return WorkerStream(
+        _tokens(data).train,
+        context=context_length(model, settings.model.context),
+        seed=settings.seed,
+        worker=worker,
+        num_workers=num_workers,
+        documents=documents,
+    )
+
+
+def _own_data(data: DataSettings, context: Context) -> DataSettings:
+    """Return the data settings with the node's own source where each node has one."""
+    if data.partitioner != "natural":
+        return data
+    source = context.node_config.get("data-source")
+    if not isinstance(source, str) or not source:
+        raise SettingsError(
+            f"node config data-source = {source!r}: with data.partitioner = 'natural' every node "
+            "names its own source"
+        )
+    return dataclasses.replace(data, source=source)
+
+
 @lru_cache(maxsize=1)
-def _tokens(source: str) -> Tokens:
+def _tokens(data: DataSettings) -> Tokens:
     """Open the memory maps once for all virtual workers of this process."""
-    return load_tokens(source)
+    return load_tokens(
+        data.source,
+        tokenizer=data.tokenizer,
+        dataset_config=data.dataset_config,
+        split=data.split,
+        text_column=data.text_column,
+        label_column=data.label_column,
+    )
 
 
 @lru_cache(maxsize=1)
-def _model(preset: str) -> PreTrainedModel:
+def _partition(data: DataSettings, num_workers: int, seed: int) -> list[NDArray[np.int64]]:
+    """Share the documents out once for all virtual workers of this process."""
+    tokens = _tokens(data)
+    return partition_documents(
+        np.diff(tokens.train_documents),
+        tokens.train_labels,
+        tokens.label_names,
+        partitioner=data.partitioner,
+        num_workers=num_workers,
+        alpha=data.dirichlet_alpha,
+        seed=seed,
+    )
+
+
+@lru_cache(maxsize=1)
+def _model(
+    model: ModelSettings,
+    vocabulary_size: int,
+    compiled: bool,
+    gradient_checkpointing: bool,
+    tf32: bool,
+) -> PreTrainedModel:
     """Build the model once for all virtual workers of this process; its weights get replaced."""
-    return build_model(preset, vocabulary_size=VOCABULARY_SIZE, seed=0)
+    built = build_model(
+        model.preset, vocabulary_size=vocabulary_size, seed=0, path=model.path, config=model.config
+    )
+    built.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    return prepare_model(
+        built,
+        compile=compiled,
+        gradient_checkpointing=gradient_checkpointing,
+        tf32=tf32,
+    )
+
+
+def _random_seed(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _disk_name(folder: Path) -> str:
+    """Return a name of the disk that a folder lies on, which says nothing else of the machine."""
+    disk = f"{platform.node()} {uuid.getnode()} {folder.stat().st_dev}"
+    return hashlib.blake2b(disk.encode(), digest_size=8).hexdigest()
 
 
 def _place(context: Context) -> tuple[int, int]:

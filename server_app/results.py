@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from logging import WARNING
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import matplotlib
 
@@ -23,10 +23,20 @@ from transformers import PreTrainedModel
 
 import isoloco_flwr
 from isoloco_flwr.checkpoint import ChangedSettingsError, check_same_settings
-from isoloco_flwr.pretraining.tokenizer import byte_tokenizer
 from isoloco_flwr.settings import SettingsError
 
 __all__ = ["draw_loss", "open_output_folder", "open_run", "save_model", "versions"]
+
+
+_NOT_DECIDING = {"output-dir", "resume", "strategy.diagnostics"}
+
+
+class SavedTokenizer(Protocol):
+    """What `save_model` needs of a tokenizer."""
+
+    def save_pretrained(self, save_directory: Path) -> object:
+        """Write its files into a folder."""
+
 
 RUN_ID = "{run-id}"
 """Stands for Flower's number of the run in `output-dir`."""
@@ -106,7 +116,9 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     deciding = {key: config[key] for key in ("num-workers", "num-parameters")}
     deciding["data"] = {side: config["data"][side]["sha256"] for side in ("train", "held-out")}
     for key, value in config["run-config"].items():
-        if key not in {"output-dir", "resume"} and not key.startswith("checkpoint."):
+        if key not in {"output-dir", "resume", "strategy.diagnostics"} and not key.startswith(
+            "checkpoint."
+        ):
             deciding[key] = value
     return deciding
 
@@ -130,11 +142,11 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(file.name, path)
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
+def save_model(model: PreTrainedModel, tokenizer: SavedTokenizer, folder: Path) -> None:
     """Save model and tokenizer for `from_pretrained`, the folder whole or not at all."""
     part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.part-"))
     model.save_pretrained(part)
-    byte_tokenizer().save_pretrained(part)
+    tokenizer.save_pretrained(part)
     part.chmod(0o755)
     if folder.exists():  # a finished run was resumed
         shutil.rmtree(folder)

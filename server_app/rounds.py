@@ -11,6 +11,7 @@ import numpy as np
 from flwr.app import ArrayRecord, MetricRecord
 from flwr.supercore import log
 from numpy.typing import NDArray
+from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedModel
 
 from isoloco_flwr.pretraining.evaluate import held_out_loss
@@ -29,6 +30,9 @@ _FROM_STRATEGY = (
     "aggregate-seconds",
 )
 
+_MEANS = ("epochs", "load-seconds", "train-seconds", "save-seconds")
+"""Means over the workers; None where no worker has answered."""
+
 
 class Rounds:
     """Score the global model and write `metrics.jsonl`, one line a round.
@@ -41,8 +45,10 @@ class Rounds:
         Where the metrics of the newest round's training are.
     model : PreTrainedModel
         Scratch model that the global parameters are loaded into.
-    held_out : NDArray[np.uint16]
+    held_out : NDArray[np.integer]
         Held-out tokens.
+    context : int
+        Tokens of a sequence.
     worker_batch_size : int
         Sequences of an inner step of one worker.
     metrics_file : Path
@@ -55,7 +61,8 @@ class Rounds:
         settings: RunSettings,
         strategy: MergeStrategy,
         model: PreTrainedModel,
-        held_out: NDArray[np.uint16],
+        held_out: NDArray[np.integer],
+        context: int,
         worker_batch_size: int,
         metrics_file: Path,
     ) -> None:
@@ -64,9 +71,10 @@ class Rounds:
         self._strategy = strategy
         self._model = model
         self._held_out = held_out
-        self._context = model.config.max_position_embeddings
+        self._context = context
         self._tokens_per_reply = settings.inner.steps * worker_batch_size * self._context
         self._metrics_file = metrics_file
+        self._scalars: SummaryWriter | None = None
         self._started = time.perf_counter()
 
     def close(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
@@ -79,19 +87,23 @@ class Rounds:
         tokens_before = self.rows[-1]["tokens"] if self.rows else 0
         states_lost = train.get("state-lost", 0) * counters["replies-used"]
         now = time.perf_counter()
-        row = {
+        row: dict[str, Any] = {
             "round": server_round,
             "eval-loss": loss,
             "train-loss": train.get("train-loss"),
             "tokens": tokens_before + counters["replies-used"] * self._tokens_per_reply,
             **counters,
             "worker-states-lost": round(states_lost),
+            "skipped-steps": round(train.get("skipped-steps", 0) * counters["replies-used"]),
+            **{key: train.get(key) for key in _MEANS},
+            **({"diagnostics": figures} if (figures := self._strategy.engine.figures) else {}),
             "seconds": now - self._started,
         }
         self._started = now
         self.rows.append(row)
         with self._metrics_file.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        self._write_scalars(row)
         log(
             INFO,
             "Round %d of %d: held-out loss %s, training loss %s, %.2f M tokens, %.1f s",
@@ -103,6 +115,21 @@ class Rounds:
             row["seconds"],
         )
         return None if loss is None else MetricRecord({"eval-loss": loss})
+
+    def _write_scalars(self, row: Mapping[str, Any]) -> None:
+        """Write the round's numbers for TensorBoard, over the rounds."""
+        if self._scalars is None:
+            # purge_step hides what rounds wrote that were cut off before their checkpoint.
+            self._scalars = SummaryWriter(
+                str(self._metrics_file.parent / "tensorboard"), purge_step=row["round"]
+            )
+        numbers = {key: value for key, value in row.items() if key not in ("round", "diagnostics")}
+        for name, figures in row.get("diagnostics", {}).items():
+            numbers |= {f"{key}/{name}": value for key, value in figures.items()}
+        for key, value in numbers.items():
+            if value is not None:
+                self._scalars.add_scalar(key, value, row["round"])
+        self._scalars.flush()
 
     def _forget_from(self, server_round: int) -> None:
         """Drop the lines of rounds that were cut off before their checkpoint."""

@@ -2,13 +2,21 @@
 
 import dataclasses
 from logging import INFO
+from typing import cast
 
+import torch
 from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
-from isoloco_flwr.pretraining.model import build_model, load_tensors, model_tensors
-from isoloco_flwr.pretraining.tokenizer import VOCABULARY_SIZE
+from isoloco_flwr.engine import Orthogonalize
+from isoloco_flwr.pretraining.model import (
+    build_model,
+    context_length,
+    load_tensors,
+    model_tensors,
+)
+from isoloco_flwr.pretraining.tokenizer import load_tokenizer
 from isoloco_flwr.pretraining.tokens import load_tokens
 from isoloco_flwr.records import record_from_tensors, tensors_from_record
 from isoloco_flwr.settings import parse_settings
@@ -25,8 +33,25 @@ def main(grid: Grid, context: Context) -> None:
     """Pre-train the run config's model with all connected workers and write the results."""
     # Everything that can be wrong is looked at before the first round.
     settings = parse_settings(context.run_config)
-    tokens = load_tokens(settings.data.source)
-    model = build_model(settings.model.preset, vocabulary_size=VOCABULARY_SIZE, seed=settings.seed)
+    data = settings.data
+    tokens = load_tokens(
+        data.source,
+        tokenizer=data.tokenizer,
+        dataset_config=data.dataset_config,
+        split=data.split,
+        text_column=data.text_column,
+        label_column=data.label_column,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build_model(
+        settings.model.preset,
+        vocabulary_size=tokens.vocabulary_size,
+        seed=settings.seed,
+        path=settings.model.path,
+        config=settings.model.config,
+    )
+    model.to(device)  # type: ignore[arg-type]
+    context_tokens = context_length(model, settings.model.context)
     folder = open_output_folder(settings.output_dir, context.run_id, resume=settings.resume)
     num_workers = meet_workers(grid)
     worker_batch_size = settings.worker_batch_size(num_workers)
@@ -35,6 +60,9 @@ def main(grid: Grid, context: Context) -> None:
         min_train_nodes=num_workers,
         min_available_nodes=num_workers,
         seed=settings.seed,
+        device=device,
+        orthogonalize=cast(Orthogonalize, settings.strategy.orthogonalize),
+        diagnostics=settings.strategy.diagnostics.replace(" ", "").split(","),
         **dataclasses.asdict(settings.strategy.preset),
     )
     config = {
@@ -44,6 +72,7 @@ def main(grid: Grid, context: Context) -> None:
         "num-workers": num_workers,
         "worker-batch-size": worker_batch_size,
         "num-parameters": model.num_parameters(),
+        "context": context_tokens,
         "model": model.config.to_dict(),
         "data": tokens.manifest,
         "versions": versions(),
@@ -56,6 +85,7 @@ def main(grid: Grid, context: Context) -> None:
         strategy=strategy,
         model=model,
         held_out=tokens.held_out,
+        context=context_tokens,
         worker_batch_size=worker_batch_size,
         metrics_file=folder / "metrics.jsonl",
     )
@@ -72,7 +102,7 @@ def main(grid: Grid, context: Context) -> None:
         allow_changed_settings=allow_changed,
     )
     load_tensors(model, tensors_from_record(result.arrays))
-    save_model(model, folder / "model")
+    save_model(model, load_tokenizer(data.tokenizer), folder / "model")
     title = f"{settings.strategy.name}, {num_workers} workers, H = {settings.inner.steps}"
     draw_loss(rounds.rows, title, folder / "loss.png")
     log(INFO, "Results are in %s", folder)

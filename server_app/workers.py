@@ -1,7 +1,8 @@
 """Meet the workers before the first round: how many there are, and whether each is ready."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from logging import INFO
 
 from flwr.app import Message, MessageType, RecordDict
@@ -14,6 +15,22 @@ __all__ = ["WorkersNotReadyError", "meet_workers"]
 
 _PATIENCE = 600.0
 """Seconds to wait for workers that have not connected or not answered."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a worker says of itself before the first round."""
+
+    worker: int
+    """Its place."""
+    num_workers: int
+    """R, as it knows it."""
+    disk: str
+    """A name for the disk that its state will lie on, the same for all workers on it."""
+    state_bytes: int
+    """Bytes that its states take at most."""
+    free_bytes: int
+    """Bytes that are free there."""
 
 
 class WorkersNotReadyError(RuntimeError):
@@ -30,11 +47,12 @@ def meet_workers(grid: Grid) -> int:
     Raises
     ------
     WorkersNotReadyError
-        If a worker reports an error, two claim one place, they disagree on R, or not all R have
-        answered in time.
+        If a worker reports an error, two claim one place, they disagree on R, not all R have
+        answered in time, or a disk has no room for the states of its workers.
     """
     deadline = time.monotonic() + _PATIENCE
     places: dict[int, int] = {}
+    answers: list[_Answer] = []
     num_workers = 0
     asked: set[int] = set()
     while not num_workers or len(places) < num_workers:
@@ -51,28 +69,55 @@ def meet_workers(grid: Grid) -> int:
                 f"needed are {num_workers or 'at least 1'}"
             )
         for reply in StreamingGrid(grid).send_and_receive(questions, timeout=timeout):
-            worker, count = _read_answer(reply)
-            if num_workers not in (0, count):
+            answer = _read_answer(reply)
+            if num_workers not in (0, answer.num_workers):
                 raise WorkersNotReadyError(
-                    f"workers disagree on num-partitions: {num_workers} and {count}"
+                    f"workers disagree on num-partitions: {num_workers} and {answer.num_workers}"
                 )
-            if worker in places:
+            if answer.worker in places:
                 raise WorkersNotReadyError(
-                    f"nodes {places[worker]} and {reply.metadata.src_node_id} both have "
-                    f"partition-id {worker}: allowed is one node each"
+                    f"nodes {places[answer.worker]} and {reply.metadata.src_node_id} both have "
+                    f"partition-id {answer.worker}: allowed is one node each"
                 )
-            num_workers = count
-            places[worker] = reply.metadata.src_node_id
+            num_workers = answer.num_workers
+            places[answer.worker] = reply.metadata.src_node_id
+            answers.append(answer)
         if len(places) != num_workers or not num_workers:
             time.sleep(0.2)
+    _check_disks(answers)
     log(INFO, "%d workers are ready", num_workers)
     return num_workers
 
 
-def _read_answer(reply: Message) -> tuple[int, int]:
+def _read_answer(reply: Message) -> _Answer:
     if reply.has_error():
         raise WorkersNotReadyError(
             f"node {reply.metadata.src_node_id} is not ready: {reply.error.reason}"
         )
     answer: Mapping[str, object] = reply.content["worker"]
-    return int(str(answer["partition-id"])), int(str(answer["num-partitions"]))
+    return _Answer(
+        worker=int(str(answer["partition-id"])),
+        num_workers=int(str(answer["num-partitions"])),
+        disk=str(answer["disk"]),
+        state_bytes=int(str(answer["state-bytes"])),
+        free_bytes=int(str(answer["free-bytes"])),
+    )
+
+
+def _check_disks(answers: Sequence[_Answer]) -> None:
+    """Say how much room the workers' states take, and refuse where there is less."""
+    total = sum(answer.state_bytes for answer in answers)
+    disks = {answer.disk for answer in answers}
+    if total:
+        log(INFO, "Workers' states take up to %.2f GB on %d disks", total / 1e9, len(disks))
+    for disk in disks:
+        on_it = [answer for answer in answers if answer.disk == disk]
+        needed = sum(answer.state_bytes for answer in on_it)
+        free = min(answer.free_bytes for answer in on_it)
+        if needed > free:
+            raise WorkersNotReadyError(
+                f"the states of workers {', '.join(str(answer.worker) for answer in on_it)} take "
+                f"up to {needed / 1e9:.2f} GB on one disk, where {free / 1e9:.2f} GB are free: "
+                "allowed is more room ($ISOLOCO_CACHE names the folder), a smaller "
+                "checkpoint.every, or inner.state = 'reset'"
+            )

@@ -1,7 +1,8 @@
 """The workers' states that runs have left on this machine.
 
-`python -m isoloco_flwr.pretraining.states list` and `... remove` are its commands. A worker's inner optimizer keeps its moments in files, see `worker_state`. A run that is over leaves
-those of its last rounds, so that it can be resumed with more rounds.
+`python -m isoloco_flwr.pretraining.states list` and `... remove` are its commands. A worker's inner
+optimizer keeps its moments in files, see `worker_state`. A run that is over leaves those of its
+last rounds, so that it can be resumed with more rounds.
 """
 
 import shutil

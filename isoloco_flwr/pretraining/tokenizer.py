@@ -31,3 +31,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
     )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a run."""
+    return byte_tokenizer()

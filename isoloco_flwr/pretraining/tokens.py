@@ -1,5 +1,6 @@
 """Tokens of a corpus as memory-mapped files that all processes of a machine share."""
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -38,6 +39,16 @@ class Tokens:
     """Tokens to score models on: a read-only memory map."""
     manifest: dict[str, Any]
     """What they were made from, how many, and their checksums."""
+    vocabulary_size: int = VOCABULARY_SIZE
+    """Entries of the tokenizer's vocabulary."""
+    train_documents: NDArray[np.int64] = dataclasses.field(
+        default_factory=lambda: np.zeros(1, dtype=np.int64)
+    )
+    """Offsets of the documents: document i is train[o[i] : o[i + 1]]."""
+    train_labels: NDArray[np.int32] | None = None
+    """Index into `label_names` of every document, where the corpus is labelled."""
+    label_names: tuple[str, ...] = ()
+    """Labels by index."""
 
 
 def cache_folder() -> Path:
@@ -51,7 +62,15 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest) < HELD_OUT_SHARE * 2**64
 
 
-def load_tokens(source_name: str) -> Tokens:
+def load_tokens(
+    source_name: str,
+    *,
+    tokenizer: str = "bytes",
+    dataset_config: str = "",
+    split: str = "train",
+    text_column: str = "text",
+    label_column: str = "",
+) -> Tokens:
     """Return the tokens of a source, made on first use and read from the cache afterwards.
 
     Parameters
