@@ -1,19 +1,20 @@
 """Start `flwr run` simulations on a SuperLink of one's own, and end what was started."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SuperLink", "flwr_run", "local_superlink"]
+from simulations.guard import end, guarded
+
+__all__ = ["SuperLink", "flwr_command", "flwr_run", "local_superlink"]
 
 _START_SECONDS = 60.0
 
@@ -26,13 +27,17 @@ class SuperLink:
     """Environment in which the `flwr` command finds it."""
     log_file: Path
     """Everything the SuperLink, its ServerApps and its ClientApps print."""
-    process_id: int
-    """The SuperLink's process and process group."""
+    guard: "subprocess.Popen[bytes]"
+    """The process that ends with the SuperLink."""
 
 
 @contextmanager
-def local_superlink(flwr_home: Path, threads: int = 1) -> Iterator[SuperLink]:
-    """Run a SuperLink on free ports with a FLWR_HOME of its own; end it and its children.
+def local_superlink(
+    flwr_home: Path, threads: int = 1, keep_open: Sequence[int] = ()
+) -> Iterator[SuperLink]:
+    """Run a SuperLink on free ports with a FLWR_HOME of its own; end it and all it has started.
+
+    All of it ends as well when this process is killed.
 
     Parameters
     ----------
@@ -40,6 +45,8 @@ def local_superlink(flwr_home: Path, threads: int = 1) -> Iterator[SuperLink]:
         Folder for Flower's own files, made if missing.
     threads : int
         Threads that the arithmetic of ServerApp and every client may use.
+    keep_open : Sequence[int]
+        File descriptors that stay open until all of it has ended, see `guarded`.
 
     Raises
     ------
@@ -74,20 +81,14 @@ def local_superlink(flwr_home: Path, threads: int = 1) -> Iterator[SuperLink]:
         f"--port={http_port}",
     ]
     with log_file.open("ab") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=flwr_home,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        guard = guarded(
+            command, environment=environment, folder=flwr_home, log=log, keep_open=keep_open
         )
     try:
-        _wait_until_healthy(process, http_port, log_file)
-        yield SuperLink(environment=environment, log_file=log_file, process_id=process.pid)
+        _wait_until_healthy(guard, http_port, log_file)
+        yield SuperLink(environment=environment, log_file=log_file, guard=guard)
     finally:
-        _end_group(process)
+        end(guard)
 
 
 @contextmanager
@@ -99,6 +100,7 @@ def flwr_run(
     run_config: Mapping[str, bool | float | int | str],
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
+    log_file: Path | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """Run `flwr run --stream`; the output of its process is the run's log.
 
@@ -106,6 +108,49 @@ def flwr_run(
     ----------
     superlink : SuperLink
         Where to run.
+    app, num_supernodes, run_config, cpus_per_client, gpus_per_client
+        See `flwr_command`.
+    log_file : Path, optional
+        File that the log is appended to; without one it is the process's `stdout`.
+    """
+    command = flwr_command(
+        app,
+        num_supernodes=num_supernodes,
+        run_config=run_config,
+        cpus_per_client=cpus_per_client,
+        gpus_per_client=gpus_per_client,
+    )
+    with ExitStack() as stack:
+        log = stack.enter_context(log_file.open("a")) if log_file else subprocess.PIPE
+        process = subprocess.Popen(
+            command,
+            env=dict(superlink.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+
+
+def flwr_command(
+    app: Path,
+    *,
+    num_supernodes: int,
+    run_config: Mapping[str, bool | float | int | str],
+    cpus_per_client: int = 1,
+    gpus_per_client: float = 0.0,
+) -> list[str]:
+    """Return the `flwr run` of a simulation.
+
+    Parameters
+    ----------
     app : Path
         Folder of the Flower app.
     num_supernodes : int
@@ -124,21 +169,7 @@ def flwr_run(
     command = ["flwr", "run", str(app), "--stream", "--federation-config", federation]
     if run_config:
         command += ["--run-config", " ".join(f"{k}={_toml(v)}" for k, v in run_config.items())]
-    process = subprocess.Popen(
-        command,
-        env=dict(superlink.environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        bufsize=1,
-    )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.wait()
+    return command
 
 
 def _toml(value: bool | float | int | str) -> str:
@@ -158,9 +189,9 @@ def _free_ports(count: int) -> list[int]:
             one.close()
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log_file: Path) -> None:
+def _wait_until_healthy(guard: "subprocess.Popen[bytes]", port: int, log_file: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while process.poll() is None and time.monotonic() < deadline:
+    while guard.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
                 return
@@ -168,25 +199,3 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log_file: P
             time.sleep(0.1)
     tail = "\n".join(log_file.read_text(errors="replace").splitlines()[-10:])
     raise RuntimeError(f"the SuperLink did not start within {_START_SECONDS:g} s:\n{tail}")
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the SuperLink and all it started to end, and insist after ten seconds."""
-    for signal_number, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, signal_number)
-        except ProcessLookupError:
-            break
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and _group_lives(process):
-            time.sleep(0.1)
-    process.wait()
-
-
-def _group_lives(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # reaps the leader
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

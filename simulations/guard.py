@@ -1,0 +1,132 @@
+"""Run a command, and end it with all it has started once its owner is gone.
+
+`python guard.py COMMAND ...` runs the command and waits: for the command, or for the end of its own
+standard input, which comes when the owner closes its side of the pipe or dies, by kill -9 too.
+Flower and Ray start processes in sessions of their own, which outlive their parents for a while or
+for ever; they are found by a mark in their environment (where there is a /proc).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+__all__ = ["end", "guarded"]
+
+_MARK = "ISOLOCO_GUARD"
+_PATIENCE = 10.0
+
+
+def guarded(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: Path,
+    log: IO[bytes] | IO[str],
+    keep_open: Sequence[int] = (),
+) -> "subprocess.Popen[bytes]":
+    """Start a command under a guard.
+
+    Parameters
+    ----------
+    command : Sequence[str]
+        The command and its arguments.
+    environment : Mapping[str, str]
+        Its whole environment.
+    folder : Path
+        Its working directory.
+    log : file object
+        Where its standard output and errors go.
+    keep_open : Sequence[int]
+        File descriptors that the guard holds as long as anything of the command may still run, as
+        of a lock.
+
+    Returns
+    -------
+    subprocess.Popen
+        The guard, which ends with the command and has its exit code. `end` ends it.
+    """
+    return subprocess.Popen(
+        [sys.executable, __file__, *command],
+        env=dict(environment),
+        cwd=folder,
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C is for the owner alone
+        pass_fds=keep_open,
+    )
+
+
+def end(guard: "subprocess.Popen[bytes]") -> None:
+    """End a guarded command and wait until nothing of it runs any more."""
+    assert guard.stdin is not None
+    guard.stdin.close()
+    guard.wait()
+
+
+def _main(command: list[str]) -> int:
+    mark = f"{_MARK}={uuid.uuid4().hex}"
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, _MARK: mark.split("=")[1]},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    owner_gone = threading.Event()
+
+    def wait_for_owner() -> None:
+        os.read(0, 1)
+        owner_gone.set()
+
+    threading.Thread(target=wait_for_owner, daemon=True).start()
+    while process.poll() is None and not owner_gone.wait(0.05):
+        pass
+    _end_all(process, mark.encode())
+    return process.wait()
+
+
+def _end_all(process: "subprocess.Popen[bytes]", mark: bytes) -> None:
+    """Ask all processes of the command to end, and insist after a while."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal_number)
+        for number in _marked(mark):
+            with suppress(ProcessLookupError):
+                os.kill(number, signal_number)
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            if process.poll() is not None and not _group_lives(process.pid) and not _marked(mark):
+                return
+            time.sleep(0.1)
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _marked(mark: bytes) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+if __name__ == "__main__":
+    for passed_over in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Not SIG_IGN, which the command would inherit.
+        signal.signal(passed_over, lambda *_: None)
+    sys.exit(_main(sys.argv[1:]))
