@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isoloco_flwr.merging import merge
 from isoloco_flwr.pretraining.evaluate import held_out_loss
-from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer, run_inner_steps
+from isoloco_flwr.pretraining.inner_loop import run_inner_steps
 from isoloco_flwr.pretraining.model import build_model
+from isoloco_flwr.pretraining.optimizers import build_inner_optimizer
 from isoloco_flwr.pretraining.stream import worker_batch
 from isoloco_flwr.pretraining.tokenizer import VOCABULARY_SIZE
 from isoloco_flwr.pretraining.tokens import load_tokens
@@ -32,7 +33,7 @@ def by_hand(outer_lr: float, momentum: float, merge_name: str):
         outer_parameters.values(), lr=outer_lr, momentum=momentum, nesterov=True
     )
     workers = [build_model("demo", vocabulary_size=VOCABULARY_SIZE, seed=9) for _ in range(WORKERS)]
-    inner = [build_inner_optimizer("adamw", worker.parameters(), lr=LR) for worker in workers]
+    inner = [build_inner_optimizer("adamw", worker, lr=LR) for worker in workers]
     for number in range(ROUNDS):
         for index, (worker, optimizer) in enumerate(zip(workers, inner, strict=True)):
             worker.load_state_dict(global_state)
@@ -51,7 +52,6 @@ def by_hand(outer_lr: float, momentum: float, merge_name: str):
                 first_step=number * STEPS,
                 steps=STEPS,
                 total_steps=ROUNDS * STEPS,
-                lr=LR,
             )
         for name, parameter in outer_parameters.items():
             deltas = [global_state[name] - worker.state_dict()[name] for worker in workers]
