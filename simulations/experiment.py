@@ -173,11 +173,9 @@ def load_experiment(name: str) -> Experiment:
             for scale, own in _take(content, "scales", dict).items()
         }
         report = _build(Report, _take(content, "report", dict), f"{path.name}: report")
-        return _build(
-            Experiment,
-            {"name": path.stem, "report": report, "scales": scales, **content},
-            path.name,
-        )
+        named = {"name": path.stem, "report": report, "scales": scales, **content}
+        experiment: Experiment = _build(Experiment, named, path.name)
+        return experiment
     except tomllib.TOMLDecodeError as error:
         raise ExperimentError(f"{path}: {error}") from error
 
@@ -276,7 +274,8 @@ def worker_batch_size(global_batch_size: int, workers: int) -> int:
 def app_config() -> dict[str, Value]:
     """Return the app's own run config, from pyproject.toml."""
     content = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    return cast(dict[str, Value], flatten_dict(content["tool"]["flwr"]["app"]["config"]))
+    config: dict[str, Value] = flatten_dict(content["tool"]["flwr"]["app"]["config"])
+    return config
 
 
 def _scale(content: dict[str, Any], where: str) -> Scale:
@@ -327,7 +326,9 @@ def _check_axes(scale: Scale, where: str) -> None:
                     raise ExperimentError(
                         f"{place}: {axis} = {name}, allowed is one of {', '.join(names[axis])}"
                     )
-    if scale.tune is None and any(option.grid for options in scale.axes.values() for option in options):
+    if scale.tune is None and any(
+        option.grid for options in scale.axes.values() for option in options
+    ):
         raise ExperimentError(
             f"{where}: there are grids, but no tune: allowed is a table of the values at which "
             "they are tried, as tune = {seed = 0}"

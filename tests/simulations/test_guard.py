@@ -1,0 +1,57 @@
+"""What a killed owner has started ends with it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from simulations.guard import guarded
+lock = os.open(sys.argv[2], os.O_RDWR | os.O_CREAT)
+import fcntl; fcntl.flock(lock, fcntl.LOCK_EX)
+# A child in a session of its own, as Ray's and Flower's are, that does not want to end.
+child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
+command = f'''
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
+Path({sys.argv[1]!r}).write_text(str(child.pid))
+time.sleep(300)
+'''
+guarded([sys.executable, "-c", command], environment=os.environ, folder=Path("/"),
+        log=open(os.devnull, "w"), keep_open=[lock])
+time.sleep(300)
+"""
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def lives(process_id: int) -> bool:
+    try:
+        return (Path("/proc") / str(process_id) / "cmdline").read_bytes() != b""
+    except OSError:
+        return False
+
+
+def test_all_ends_with_a_killed_owner_before_the_lock_is_free(tmp_path):
+    import fcntl
+
+    told, lock = tmp_path / "child", tmp_path / "lock"
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(told), str(lock)])
+    wait_for(lambda: told.exists() and told.read_text())
+    child = int(told.read_text())
+    assert lives(child)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait()
+    with lock.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    assert not lives(child)

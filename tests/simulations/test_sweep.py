@@ -1,0 +1,150 @@
+"""A sweep over real `flwr run`s: what it leaves, and that kill -9 changes none of it."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDS = 3
+SAME = ("round", "eval-loss", "train-loss", "tokens", "bytes-up", "bytes-down", "replies-used")
+
+EXPERIMENT = """
+title = "Tiny"
+question = "Does it run?"
+report = {x = "workers", lines = "method"}
+
+[config]
+"inner.steps" = 4
+"inner.precision" = "fp32"
+"global-batch-size" = 4
+"evaluation.sequences" = 16
+
+[axes.method.data-parallel]
+data-parallel = true
+only.workers = [1]
+
+[axes.method.isoloco]
+"strategy.name" = "isoloco"
+only.workers = [2]
+
+[axes]
+workers = [1, 2]
+
+[scales.laptop]
+budget-tokens = 6144
+cpus-per-client = 2
+"""
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Return the command of a sweep and the folder of its runs."""
+    monkeypatch.setenv("ISOLOCO_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.toml"
+    path.write_text(EXPERIMENT)
+
+    def make(place: str):
+        runs = tmp_path / place
+        line = [sys.executable, "-m", "simulations", "run", str(path), "--runs", str(runs)]
+        return line, runs / "tiny"
+
+    return make
+
+
+def rounds_done(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return len(path.read_text().splitlines()) - 1 if path.exists() else -1
+
+
+def kill_when(line: list[str], condition) -> None:
+    """Start a sweep and kill -9 it, and only it, as soon as a condition holds."""
+    sweep = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert sweep.poll() is None, sweep.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.communicate()
+
+
+def finish(line: list[str]) -> str:
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def result(folder: Path) -> dict:
+    """Return everything of the runs that no clock and no process decides."""
+    found = {}
+    for own in sorted(path for path in folder.iterdir() if path.is_dir()):
+        rows = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
+        files = {str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()}
+        found[own.name] = {
+            "rows": [{key: row[key] for key in SAME} for row in rows],
+            "files": {name for name in files if "tensorboard" not in name},
+            "run": (own / "run.json").read_bytes(),
+            "model": (own / "model" / "model.safetensors").read_bytes(),
+        }
+    return found
+
+
+@pytest.mark.e2e
+def test_killed_and_started_again_it_ends_as_undisturbed(command, tmp_path):
+    line, undisturbed = command("undisturbed")
+    finish(line)
+    line, killed = command("killed")
+    kill_when(line, lambda: rounds_done(killed / "data-parallel_workers-1") >= 1)
+    kill_when(line, lambda: rounds_done(killed / "isoloco_workers-2") >= 1)
+
+    # Flower and Ray have ended by the time that the folder is free again.
+    with (killed / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    mark = f"FLWR_HOME={killed / 'flwr'}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            assert mark not in (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+
+    finish(line)
+    expected = result(undisturbed)
+    assert expected.keys() == {"data-parallel_workers-1", "isoloco_workers-2"}
+    assert result(killed) == expected
+    for run in expected.values():
+        assert [row["round"] for row in run["rows"]] == list(range(ROUNDS + 1))
+        assert {"finished.json", "flwr.log", "config.json"} <= run["files"]
+        assert not any("checkpoint" in name for name in run["files"])
+    # Both end at the same tokens, and finished runs leave no worker's state behind.
+    assert {run["rows"][-1]["tokens"] for run in expected.values()} == {6144}
+    assert not list((tmp_path / "cache" / "workers").glob("*"))
+
+    # Started once more it finds nothing to do, in no time.
+    assert "0 of 2 runs to do" in finish(line)
+
+
+@pytest.mark.e2e
+def test_a_failed_run_is_set_apart_with_its_logs_and_the_others_are_done(command, tmp_path):
+    line, folder = command("runs")
+    path = tmp_path / "tiny.toml"
+    path.write_text(EXPERIMENT.replace('"isoloco"', '"isoloco"\n"data.source" = "/nowhere"'))
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1
+    assert "1 runs failed" in done.stderr
+    assert (folder / "data-parallel_workers-1" / "finished.json").exists()
+    assert not (folder / "isoloco_workers-2").exists()
+    log = (folder / "failed" / "isoloco_workers-2" / "flwr.log").read_text()
+    assert "/nowhere" in log
+
+    # A finished run that something else has decided is refused, not taken for another.
+    path.write_text(EXPERIMENT.replace('"inner.steps" = 4', '"inner.steps" = 6'))
+    refused = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 1
+    assert "inner.steps was 4, is 6" in refused.stderr
