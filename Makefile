@@ -5,10 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo simulate test lint bench clean
 
 demo: $(READY)  ## Train a small Llama with IsoLoCo on 8 virtual clients: make demo [STRATEGY=diloco]
 	$(BIN)/python -m simulations.demo --strategy $(STRATEGY)
+
+simulate: $(READY)  ## DiLoCo and IsoLoCo on 4 and 16 workers beside data-parallel training, and a report
+	$(BIN)/python -m simulations run quick
+	$(BIN)/python -m simulations report quick
 
 test: lint  ## Lint, then all tests but those that need a GPU or many minutes
 	$(BIN)/python -m pytest -m "not gpu and not slow"
