@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -27,6 +28,21 @@ MULOCO_NESTEROV = False
 """MuLoCo orthogonalizes the momentum itself, without Nesterov's look ahead (same source)."""
 
 
+class _Float32OnCPU(TorchFunctionMode):
+    """Keeps CPU tensors in float32 that are to become bfloat16.
+
+    `torch.optim.Muon` orthogonalizes in bfloat16. Most CPUs have no arithmetic for it, and torch
+    multiplies bfloat16 matrices about 300 times slower than float32 ones there.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if function is Tensor.bfloat16 and arguments[0].device.type == "cpu":
+            return arguments[0].clone()
+        return function(*arguments, **(keywords or {}))
+
+
 class MuonWithAdamW(Optimizer):
     """Muon on some parameters and AdamW on the others, as one optimizer.
 
@@ -38,7 +54,8 @@ class MuonWithAdamW(Optimizer):
     Notes
     -----
     `param_groups` has Muon's groups first. Parts and whole share groups and state, so that a
-    changed learning rate and a loaded state reach the part that uses them.
+    changed learning rate and a loaded state reach the part that uses them. On a CPU Muon computes
+    in float32.
     """
 
     def __init__(
@@ -58,7 +75,8 @@ class MuonWithAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take one step of both."""
-        self._muon.step()  # type: ignore[no-untyped-call]
+        with _Float32OnCPU():
+            self._muon.step()  # type: ignore[no-untyped-call]
         self._adamw.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
