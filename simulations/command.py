@@ -19,7 +19,9 @@ from simulations.experiment import (
     Run,
     Scale,
     experiment_names,
+    final_runs,
     load_experiment,
+    tuning_runs,
 )
 from simulations.sweep import (
     Event,
@@ -99,6 +101,54 @@ def run(
         f"{shlex.quote(name)}{'' if scale == 'laptop' else f' --scale {scale}'}",
         soft_wrap=True,
     )
+
+
+@app.command()
+def report(
+    name: Name,
+    scale: ScaleName = "laptop",
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for the page; by default in the experiment's.")
+    ] = None,
+    results: Annotated[
+        Path | None, typer.Option(help="Read a results.jsonl in place of the runs' folders.")
+    ] = None,
+    runs: RunsRoot = ROOT / "runs",
+) -> None:
+    """Write one HTML page, its pictures and all results of an experiment."""
+    from simulations.outcome import read_outcome, read_results
+    from simulations.report import Unfinished, write_report
+
+    experiment, chosen_scale, folder = _open(name, scale, runs)
+    try:
+        if results:
+            outcomes = read_results(results)
+            losses = {outcome.run: outcome.loss for outcome in outcomes}
+            final, untuned = final_runs(chosen_scale, losses)
+            known = {run.name: run for run in [*tuning_runs(chosen_scale), *final]}
+        else:
+            planned, untuned = plan(folder, chosen_scale)
+            known = {run.name: run for run in planned}
+            there = [run for run in planned if is_finished(folder, run)]
+            outcomes = [read_outcome(folder / run.name) for run in there]
+    except SweepError as error:
+        sys.exit(str(error))
+    done = {outcome.run for outcome in outcomes}
+    unfinished = [Unfinished(run, _why_not(folder, run)) for run in known if run not in done]
+    if untuned:
+        unfinished.append(Unfinished("further runs", "they follow from the tuning above"))
+    page = write_report(experiment, scale, outcomes, unfinished, output or folder / "report")
+    console.print(f"{page}", soft_wrap=True)
+
+
+def _why_not(folder: Path, run: str) -> str:
+    log = folder / "failed" / run / "flwr.log"
+    if log.exists():
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+        errors = [line for line in lines if "rror" in line] or [line for line in lines if line]
+        return f"failed: {errors[-1][:300]}" if errors else "failed"
+    row = last_row(folder / run)
+    return f"cut after round {row['round']}" if row else "not started"
 
 
 def _open(name: str, scale: str, runs: Path) -> tuple[Experiment, Scale, Path]:

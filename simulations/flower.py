@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from simulations.guard import end, guarded
+from simulations.guard import guarded
 
 __all__ = ["SuperLink", "flwr_command", "flwr_run", "local_superlink"]
 
@@ -27,7 +27,7 @@ class SuperLink:
     """Environment in which the `flwr` command finds it."""
     log_file: Path
     """Everything the SuperLink, its ServerApps and its ClientApps print."""
-    guard: "subprocess.Popen[bytes]"
+    guard: "subprocess.Popen[str]"
     """The process that ends with the SuperLink."""
 
 
@@ -80,15 +80,14 @@ def local_superlink(
         "--host=127.0.0.1",
         f"--port={http_port}",
     ]
-    with log_file.open("ab") as log:
-        guard = guarded(
+    with (
+        log_file.open("ab") as log,
+        guarded(
             command, environment=environment, folder=flwr_home, log=log, keep_open=keep_open
-        )
-    try:
+        ) as guard,
+    ):
         _wait_until_healthy(guard, http_port, log_file)
         yield SuperLink(environment=environment, log_file=log_file, guard=guard)
-    finally:
-        end(guard)
 
 
 @contextmanager
@@ -101,7 +100,8 @@ def flwr_run(
     cpus_per_client: int = 1,
     gpus_per_client: float = 0.0,
     log_file: Path | None = None,
-) -> Iterator[subprocess.Popen[str]]:
+    keep_open: Sequence[int] = (),
+) -> "Iterator[subprocess.Popen[str]]":
     """Run `flwr run --stream`; the output of its process is the run's log.
 
     Parameters
@@ -112,6 +112,8 @@ def flwr_run(
         See `flwr_command`.
     log_file : Path, optional
         File that the log is appended to; without one it is the process's `stdout`.
+    keep_open : Sequence[int]
+        See `guarded`.
     """
     command = flwr_command(
         app,
@@ -122,21 +124,15 @@ def flwr_run(
     )
     with ExitStack() as stack:
         log = stack.enter_context(log_file.open("a")) if log_file else subprocess.PIPE
-        process = subprocess.Popen(
-            command,
-            env=dict(superlink.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            bufsize=1,
+        yield stack.enter_context(
+            guarded(
+                command,
+                environment=superlink.environment,
+                folder=Path.cwd(),
+                log=log,
+                keep_open=keep_open,
+            )
         )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.terminate()
-            process.wait()
 
 
 def flwr_command(
@@ -189,7 +185,7 @@ def _free_ports(count: int) -> list[int]:
             one.close()
 
 
-def _wait_until_healthy(guard: "subprocess.Popen[bytes]", port: int, log_file: Path) -> None:
+def _wait_until_healthy(guard: "subprocess.Popen[str]", port: int, log_file: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while guard.poll() is None and time.monotonic() < deadline:
         try:

@@ -1,9 +1,9 @@
 """Run a command, and end it with all it has started once its owner is gone.
 
-`python guard.py COMMAND ...` runs the command and waits: for the command, or for the end of its own
-standard input, which comes when the owner closes its side of the pipe or dies, by kill -9 too.
-Flower and Ray start processes in sessions of their own, which outlive their parents for a while or
-for ever; they are found by a mark in their environment (where there is a /proc).
+`python guard.py FD COMMAND ...` runs the command and waits: for the command, or for the end of the
+pipe FD, which comes when the owner closes its side or dies, by kill -9 too. Flower and Ray start
+processes in sessions of their own, which outlive their parents for a while or for ever; they are
+found by a mark in their environment (where there is a /proc).
 """
 
 import os
@@ -13,26 +13,27 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-__all__ = ["end", "guarded"]
+__all__ = ["guarded"]
 
 _MARK = "ISOLOCO_GUARD"
 _PATIENCE = 10.0
 
 
+@contextmanager
 def guarded(
     command: Sequence[str],
     *,
     environment: Mapping[str, str],
     folder: Path,
-    log: IO[bytes] | IO[str],
+    log: IO[Any] | int,
     keep_open: Sequence[int] = (),
-) -> "subprocess.Popen[bytes]":
-    """Start a command under a guard.
+) -> "Iterator[subprocess.Popen[str]]":
+    """Run a command under a guard; at the end of the block nothing of it runs any more.
 
     Parameters
     ----------
@@ -42,37 +43,39 @@ def guarded(
         Its whole environment.
     folder : Path
         Its working directory.
-    log : file object
+    log : file object or subprocess.PIPE
         Where its standard output and errors go.
     keep_open : Sequence[int]
-        File descriptors that the guard holds as long as anything of the command may still run, as
-        of a lock.
+        File descriptors, as of a lock, that the guard holds as long as anything of the command may
+        still run.
 
-    Returns
-    -------
+    Yields
+    ------
     subprocess.Popen
-        The guard, which ends with the command and has its exit code. `end` ends it.
+        The guard, which ends with the command and has its exit code.
     """
-    return subprocess.Popen(
-        [sys.executable, __file__, *command],
+    guards_end, owners_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(guards_end), *command],
         env=dict(environment),
         cwd=folder,
-        stdin=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
         start_new_session=True,  # Ctrl-C is for the owner alone
-        pass_fds=keep_open,
+        pass_fds=[guards_end, *keep_open],
     )
+    os.close(guards_end)
+    try:
+        yield process
+    finally:
+        os.close(owners_end)
+        process.wait()
 
 
-def end(guard: "subprocess.Popen[bytes]") -> None:
-    """End a guarded command and wait until nothing of it runs any more."""
-    assert guard.stdin is not None
-    guard.stdin.close()
-    guard.wait()
-
-
-def _main(command: list[str]) -> int:
+def _main(pipe: int, command: list[str]) -> int:
     mark = f"{_MARK}={uuid.uuid4().hex}"
     process = subprocess.Popen(
         command,
@@ -83,7 +86,7 @@ def _main(command: list[str]) -> int:
     owner_gone = threading.Event()
 
     def wait_for_owner() -> None:
-        os.read(0, 1)
+        os.read(pipe, 1)
         owner_gone.set()
 
     threading.Thread(target=wait_for_owner, daemon=True).start()
@@ -129,4 +132,4 @@ if __name__ == "__main__":
     for passed_over in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Not SIG_IGN, which the command would inherit.
         signal.signal(passed_over, lambda *_: None)
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(_main(int(sys.argv[1]), sys.argv[2:]))

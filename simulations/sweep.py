@@ -33,7 +33,7 @@ from simulations.experiment import (
     tuning_runs,
 )
 from simulations.flower import SuperLink, flwr_command, flwr_run, local_superlink
-from simulations.guard import end, guarded
+from simulations.guard import guarded
 
 __all__ = [
     "Event",
@@ -92,7 +92,7 @@ class _Active:
     run: Run
     folder: Path
     stack: ExitStack
-    process: "subprocess.Popen[Any]"
+    process: "subprocess.Popen[str]"
     superlink_log: tuple[Path, int] | None
     rounds_seen: int = -1
 
@@ -303,14 +303,19 @@ def _start(
     write_json(own / "run.json", describe(run, folder, resources))
     log_file = own / "flwr.log"
     superlink_log = None
-    process: subprocess.Popen[Any]
     if run.data_parallel:
         process = stack.enter_context(_data_parallel(own, resources.threads, log_file, lock))
     else:
         assert superlink is not None
         superlink_log = (superlink.log_file, superlink.log_file.stat().st_size)
         process = stack.enter_context(
-            flwr_run(superlink, ROOT, log_file=log_file, **_flwr_arguments(run, folder, resources))
+            flwr_run(
+                superlink,
+                ROOT,
+                log_file=log_file,
+                keep_open=[lock.fileno()],
+                **_flwr_arguments(run, folder, resources),
+            )
         )
     return _Active(run, own, stack, process, superlink_log)
 
@@ -318,28 +323,24 @@ def _start(
 @contextmanager
 def _data_parallel(
     own: Path, threads: int, log_file: Path, lock: IO[str]
-) -> Iterator["subprocess.Popen[bytes]"]:
+) -> "Iterator[subprocess.Popen[str]]":
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
     }
-    with log_file.open("a") as log:
-        guard = guarded(
-            _data_parallel_command(own),
+    command = [sys.executable, "-m", "simulations.data_parallel", str(own)]
+    with (
+        log_file.open("a") as log,
+        guarded(
+            command,
             environment=environment,
             folder=ROOT,
             log=log,
             keep_open=[lock.fileno()],
-        )
-    try:
+        ) as guard,
+    ):
         yield guard
-    finally:
-        end(guard)
-
-
-def _data_parallel_command(own: Path) -> list[str]:
-    return [sys.executable, "-m", "simulations.data_parallel", str(own)]
 
 
 def _flwr_arguments(run: Run, folder: Path, resources: Resources) -> dict[str, Any]:

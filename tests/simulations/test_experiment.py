@@ -1,4 +1,4 @@
-"""Experiments: FLOP-matched by construction, tuned before they are compared, one error for bad ones."""
+"""Experiments: FLOP-matched by construction, tuned before they are compared."""
 
 import pytest
 from hypothesis import assume, given

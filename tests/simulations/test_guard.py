@@ -22,9 +22,9 @@ child = subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=Tr
 Path({sys.argv[1]!r}).write_text(str(child.pid))
 time.sleep(300)
 '''
-guarded([sys.executable, "-c", command], environment=os.environ, folder=Path("/"),
-        log=open(os.devnull, "w"), keep_open=[lock])
-time.sleep(300)
+with guarded([sys.executable, "-c", command], environment=os.environ, folder=Path("/"),
+             log=open(os.devnull, "w"), keep_open=[lock]):
+    time.sleep(300)
 """
 
 
