@@ -102,7 +102,7 @@ def main(grid: Grid, context: Context) -> None:
         allow_changed_settings=allow_changed,
     )
     load_tensors(model, tensors_from_record(result.arrays))
-    save_model(model, load_tokenizer(data.tokenizer), folder / "model")
+    save_model(model, load_tokenizer(tokens.tokenizer), folder / "model")
     title = f"{settings.strategy.name}, {num_workers} workers, H = {settings.inner.steps}"
     draw_loss(rounds.rows, title, folder / "loss.png")
     log(INFO, "Results are in %s", folder)

@@ -1,14 +1,10 @@
 """Tokens of a corpus as memory-mapped files that all processes of a machine share."""
 
 import dataclasses
-import fcntl
 import hashlib
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,26 +12,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from isoloco_flwr.pretraining.cache import cache_folder, check_files, locked
 from isoloco_flwr.pretraining.corpus import CorpusError, Source, open_source
-from isoloco_flwr.pretraining.tokenizer import END_OF_TEXT, VOCABULARY_SIZE, encode
+from isoloco_flwr.pretraining.shards import FORMAT, Progress, build, is_held_out
+from isoloco_flwr.pretraining.tokenizer import (
+    VOCABULARY_SIZE,
+    TextTokenizer,
+    TokenizerError,
+    load_tokenizer,
+)
 
-__all__ = ["Tokens", "cache_folder", "is_held_out", "load_tokens"]
-
-FORMAT = "isoloco_flwr byte tokens 1"
-
-HELD_OUT_SHARE = 0.04
-"""Share of the documents, by the hash of their names, that is never trained on."""
-
-_SIDES = ("train", "held-out")
+__all__ = ["Tokens", "cache_folder", "is_held_out", "load_tokens", "open_tokens", "prepare_tokens"]
+_DTYPES: dict[str, np.dtype[np.unsignedinteger]] = {
+    "uint16": np.dtype(np.uint16),
+    "uint32": np.dtype(np.uint32),
+}
 
 
 @dataclass(frozen=True)
 class Tokens:
     """A tokenized corpus; every document is followed by the end-of-text token."""
 
-    train: NDArray[np.uint16]
-    """Tokens to train on: a read-only memory map."""
-    held_out: NDArray[np.uint16]
+    train: NDArray[np.unsignedinteger]
+    """Tokens to train on, uint16 or uint32: a read-only memory map."""
+    held_out: NDArray[np.unsignedinteger]
     """Tokens to score models on: a read-only memory map."""
     manifest: dict[str, Any]
     """What they were made from, how many, and their checksums."""
@@ -48,18 +48,11 @@ class Tokens:
     train_labels: NDArray[np.int32] | None = None
     """Index into `label_names` of every document, where the corpus is labelled."""
     label_names: tuple[str, ...] = ()
-    """Labels by index."""
-
-
-def cache_folder() -> Path:
-    """Return the folder for what can be made again: $ISOLOCO_CACHE or ~/.cache/isoloco_flwr."""
-    return Path(os.environ.get("ISOLOCO_CACHE") or "~/.cache/isoloco_flwr").expanduser()
-
-
-def is_held_out(name: str) -> bool:
-    """Tell whether a document is held out, by a hash of its name alone."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest) < HELD_OUT_SHARE * 2**64
+    """Labels by index, in the order in which they first appear."""
+    end_of_text: int = VOCABULARY_SIZE - 1
+    """Token behind every document."""
+    tokenizer: str = "bytes"
+    """What `load_tokenizer` takes for the tokenizer that made them."""
 
 
 def load_tokens(
@@ -76,96 +69,161 @@ def load_tokens(
     Parameters
     ----------
     source_name : str
+        See `isoloco_flwr.pretraining.corpus.open_source`; or a folder that `prepare` wrote, which
+        has its own tokenizer and takes no column.
+    tokenizer : str
+        See `isoloco_flwr.pretraining.tokenizer.load_tokenizer`. With a folder that `prepare` wrote,
+        "bytes" stands for that folder's own.
+    dataset_config, split, text_column, label_column : str
         See `isoloco_flwr.pretraining.corpus.open_source`.
 
     Raises
     ------
     CorpusError
-        If the source is not there, has no document to train on or none to hold out, or is damaged.
+        If the source is not there, has no document to train on or none to hold out, is damaged, or
+        was prepared otherwise than asked for here.
+    TokenizerError
+        If the tokenizer is unknown or unfit.
 
     Notes
     -----
-    Processes that start together make the cache once: the first holds a lock, writes into a folder
-    aside and renames it. A cache whose files do not have their manifest's sizes and checksums is
-    made anew, so that every token is one of the tokenizer's.
+    Processes that start together make the cache once: the first holds a lock and renames the folder
+    when it is whole. A cache that does not have its manifest's sizes and checksums is made anew,
+    one that `prepare` wrote is an error.
     """
-    source = open_source(source_name)
-    identity = f"{FORMAT} {source.identity}"
-    folder = cache_folder() / "tokens" / hashlib.sha256(identity.encode()).hexdigest()[:24]
-    manifest = _read_manifest(folder)
-    if manifest is None:
-        with _lock(folder.with_suffix(".lock")):
-            manifest = _read_manifest(folder)
-            if manifest is None:
-                manifest = _build(source, source_name, folder)
-    train, held_out = (
-        np.memmap(folder / f"{side}.bin", dtype=np.uint16, mode="r") for side in _SIDES
+    path = Path(source_name).expanduser()
+    if path.is_absolute() and (path / "manifest.json").is_file():
+        tokens = open_tokens(path)
+        _check_prepared(tokens.manifest, source_name, tokenizer, label_column)
+        return tokens
+    source = open_source(
+        source_name,
+        dataset_config=dataset_config,
+        split=split,
+        text_column=text_column,
+        label_column=label_column,
     )
-    return Tokens(train=train, held_out=held_out, manifest=manifest)
+    loaded = load_tokenizer(tokenizer)
+    identity = f"{FORMAT} {source.identity} {loaded.identity}"
+    folder = cache_folder() / "tokens" / hashlib.sha256(identity.encode()).hexdigest()[:24]
+    with locked(folder):
+        try:
+            return open_tokens(folder)
+        except CorpusError:  # not there, or damaged
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            prepare_tokens(source, loaded, folder, name=source_name, label_column=label_column)
+        except (CorpusError, TokenizerError):
+            shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"))
+            raise
+        return open_tokens(folder)
 
 
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a whole cache, None where there is none."""
+def prepare_tokens(
+    source: Source,
+    tokenizer: TextTokenizer,
+    folder: Path,
+    *,
+    name: str,
+    label_column: str,
+    processes: int = 0,
+    stop_after: int | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> None:
+    """Make the token files of a source, see `isoloco_flwr.pretraining.shards.build`."""
+    about = {
+        "source": name,
+        "identity": source.identity,
+        "label-column": label_column,
+        "tokenizer": tokenizer.name,
+        "tokenizer-identity": tokenizer.identity,
+    }
+    build(
+        source,
+        tokenizer,
+        folder,
+        about=about,
+        processes=processes,
+        stop_after=stop_after,
+        on_progress=on_progress,
+    )
+
+
+def open_tokens(folder: Path) -> Tokens:
+    """Open token files and check them.
+
+    Parameters
+    ----------
+    folder : Path
+        What `prepare_tokens` made.
+
+    Raises
+    ------
+    CorpusError
+        If the manifest is missing or damaged, or a file is not what it says.
+
+    Notes
+    -----
+    Sizes are compared every time. Checksums, and that no token is beyond the vocabulary, are
+    compared once: a stamp in the cache folder remembers size and time of change of each file that
+    was read through, and only those that have changed since are read again.
+    """
+    path = folder / "manifest.json"
     try:
-        manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
-        for side in _SIDES:
-            path = folder / f"{side}.bin"
-            if path.stat().st_size != 2 * manifest[side]["tokens"]:
-                return None
-            if _checksum(path) != manifest[side]["sha256"]:
-                return None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return manifest
-
-
-def _build(source: Source, source_name: str, folder: Path) -> dict[str, Any]:
-    for left in folder.parent.glob(f"{folder.name}.part-*"):  # by a process that was killed
-        shutil.rmtree(left)
-    part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}.part-"))
-    try:
-        counts = {side: {"tokens": 0, "documents": 0} for side in _SIDES}
-        with (part / "train.bin").open("wb") as train, (part / "held-out.bin").open("wb") as held:
-            for document in source.documents():
-                side, file = ("held-out", held) if is_held_out(document.name) else ("train", train)
-                tokens = np.append(encode(document.text), np.uint16(END_OF_TEXT))
-                file.write(tokens.tobytes())
-                counts[side]["tokens"] += len(tokens)
-                counts[side]["documents"] += 1
-        for side in _SIDES:
-            if not counts[side]["documents"]:
-                raise CorpusError(
-                    f"data.source = {source_name!r}: none of its "
-                    f"{sum(count['documents'] for count in counts.values())} documents is "
-                    f"{'held out' if side == 'held-out' else 'to train on'}; about 4 in 100 are "
-                    "held out by a hash of their names, so it takes more text"
-                )
-        manifest = {
-            "format": FORMAT,
-            "source": source_name,
-            "identity": source.identity,
-            "vocabulary": VOCABULARY_SIZE,
-            **{
-                side: {**counts[side], "sha256": _checksum(part / f"{side}.bin")} for side in _SIDES
-            },
+        manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CorpusError(
+                f"{path} has the format {manifest['format']!r}: allowed is {FORMAT!r}"
+            )
+        dtype = _DTYPES[manifest["dtype"]]
+        sizes = {
+            "train.bin": manifest["train"]["tokens"] * dtype.itemsize,
+            "held-out.bin": manifest["held-out"]["tokens"] * dtype.itemsize,
+            "train-documents.bin": (manifest["train"]["documents"] + 1) * 8,
         }
-        (part / "manifest.json").write_text(json.dumps(manifest, indent=2))
-        shutil.rmtree(folder, ignore_errors=True)
-        part.chmod(0o755)
-        os.replace(part, folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return manifest
+        if labelled := bool(manifest["label-column"]):
+            sizes |= {"train-labels.bin": manifest["train"]["documents"] * 4}
+        files = manifest["files"]
+        if any(files[name]["bytes"] != size for name, size in sizes.items()):
+            raise ValueError("its numbers contradict one another")
+        check_files(folder, files, dtype, manifest["vocabulary"])
+        tokens = Tokens(
+            train=np.memmap(folder / "train.bin", dtype, mode="r"),
+            held_out=np.memmap(folder / "held-out.bin", dtype, mode="r"),
+            manifest=manifest,
+            vocabulary_size=manifest["vocabulary"],
+            train_documents=np.memmap(folder / "train-documents.bin", np.int64, mode="r"),
+            end_of_text=manifest["end-of-text"],
+            tokenizer="bytes" if manifest["tokenizer"] == "bytes" else str(folder / "tokenizer"),
+        )
+        if labelled:
+            labels = np.memmap(folder / "train-labels.bin", np.int32, mode="r")
+            names = tuple(json.loads((folder / "label-names.json").read_text(encoding="utf-8")))
+            tokens = dataclasses.replace(tokens, train_labels=labels, label_names=names)
+    except CorpusError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorpusError(
+            f"{path} is damaged: allowed is what prepare wrote ({type(error).__name__}: {error})"
+        ) from error
+    return tokens
 
 
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def _check_prepared(
+    manifest: dict[str, Any], source: str, tokenizer: str, label_column: str
+) -> None:
+    own_label = manifest["label-column"]
+    if label_column not in ("", own_label):
+        raise CorpusError(
+            f"data.label-column = {label_column!r}: {source} was prepared with the label column "
+            f"{own_label!r}, allowed is that"
+        )
+    own = manifest["tokenizer"]
+    if (
+        tokenizer not in ("bytes", own)
+        and load_tokenizer(tokenizer).identity != manifest["tokenizer-identity"]
+    ):
+        raise CorpusError(
+            f"data.tokenizer = {tokenizer!r}: {source} was prepared with {own!r}, allowed is that, "
+            "or 'bytes', which leaves the choice to the folder"
+        )
