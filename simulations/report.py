@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from io import BytesIO
 from pathlib import Path
@@ -179,15 +180,6 @@ class _View:
         """Return where a value of x is drawn."""
         return float(x) if self.numeric else float(self.x_names.index(x))
 
-    def style(self, line: str) -> dict[str, Any]:
-        """Return how a line is drawn."""
-        number = self.line_names.index(line)
-        return {
-            "color": COLORS[number % len(COLORS)],
-            "marker": MARKERS[number % len(MARKERS)],
-            "label": line if len(self.line_names) > 1 else None,
-        }
-
     def label_x(self, axes: Axes) -> None:
         """Label the horizontal axis."""
         axes.set_xlabel(
@@ -203,11 +195,24 @@ class _View:
             axes.xaxis.set_minor_formatter(NullFormatter())
 
 
+def _style(number: int, label: str) -> dict[str, Any]:
+    """Return how a picture's line of this number is drawn."""
+    return {
+        "color": COLORS[number % len(COLORS)],
+        "marker": MARKERS[number % len(MARKERS)],
+        "label": label,
+    }
+
+
 def _is_number(text: str) -> bool:
     try:
         return math.isfinite(float(text))
     except ValueError:
         return False
+
+
+def _is_word(text: str) -> bool:
+    return not _is_number(text)
 
 
 def _inner_optimizer(outcome: Outcome) -> str:
@@ -229,7 +234,7 @@ def _picture(file: str, caption: str, draw: Callable[[Axes], None]) -> _Picture:
 
 
 def _draw_spreads(view: _View, axes: Axes, spreads: Mapping[tuple[str, str], Spread]) -> None:
-    for line in view.line_names:
+    for number, line in enumerate(view.line_names):
         points = [(view.place(x), value) for (own, x), value in spreads.items() if own == line]
         axes.errorbar(
             [place for place, _ in points],
@@ -237,7 +242,7 @@ def _draw_spreads(view: _View, axes: Axes, spreads: Mapping[tuple[str, str], Spr
             yerr=[value.deviation for _, value in points],
             capsize=4,
             linestyle="-" if view.numeric else "none",
-            **view.style(line),
+            **_style(number, line if _is_word(line) else f"{view.lines} {line}"),
         )
     view.label_x(axes)
 
@@ -324,49 +329,57 @@ def _degradations(view: _View) -> _Section:
 
 
 def _curves(view: _View, over: str) -> _Section:
-    """Draw loss curves, a picture for each value of x."""
-    pictures = []
-    table: Table = []
+    """Draw loss curves: a picture for each value of x, or one where the lines have but one."""
     unit, word = {"tokens": (1e6, "tokens, millions"), "bytes": (1e6, "MB a worker")}[over]
 
     def along(run: Outcome) -> list[float]:
-        if over == "tokens":
-            return [row["tokens"] / unit for row in run.rows]
-        return [number / unit for number in run.bytes_per_worker()]
+        numbers = (
+            [row["tokens"] for row in run.rows] if over == "tokens" else run.bytes_per_worker()
+        )
+        return [number / unit for number in numbers]
 
-    def add(axes: Axes, group: Sequence[Outcome], line: str, x: str, style: Any) -> None:
+    def curve(group: Sequence[Outcome]) -> list[tuple[float, float]]:
         points = _mean_curve(group, along)
+        return points[1:] if over == "bytes" else points  # round 0 has sent nothing
+
+    by_line = len(view.line_names) > 1 or view.numeric
+    panels = view.x_names if by_line else view.line_names
+    members = view.line_names if by_line else view.x_names
+    curves = {key if by_line else key[::-1]: curve(runs) for key, runs in view.groups().items()}
+    baselines = {name: curve(runs) for name, runs in view.baseline_groups().items()}
+
+    def draw_panel(axes: Axes, panel: str) -> None:
+        for number, member in enumerate(members):
+            if points := curves.get((member, panel)):
+                axes.plot(*_columns(points), markersize=3, **_style(number, member))
+        for number, (name, points) in enumerate(baselines.items()):
+            label = "data-parallel" if len(baselines) == 1 else f"data-parallel, {name}"
+            style = ("--", ":", "-.")[number % 3]
+            axes.plot(*_columns(points), color="0.35", linestyle=style, label=label)
         if over == "bytes":
-            points = points[1:]  # nothing is sent before the first round
-        style = {**style, "label": line, "markersize": 3}
-        axes.plot([p for p, _ in points], [loss for _, loss in points], **style)
-        for place, loss in _some(points):
-            table.append({view.x: x, view.lines: line, word: f"{place:.4g}", "loss": f"{loss:.4f}"})
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axis = view.x if by_line else view.lines
+        axes.set(xlabel=word, ylabel="held-out loss", title=f"{axis}: {panel}")
+        _zoom(axes)
 
-    groups = view.groups()
-    for number, x in enumerate(view.x_names):
-
-        def draw(axes: Axes, x: str = x, number: int = number) -> None:
-            for (line, own), group in groups.items():
-                if own == x:
-                    add(axes, group, line, x, view.style(line))
-            for name, group in view.baseline_groups().items():
-                label = "data-parallel" if len(view.baseline_groups()) == 1 else f"{name} data-p."
-                style: dict[str, Any] = {"color": "0.35", "linestyle": "--"}
-                if number == 0:
-                    add(axes, group, label, "-", style)
-                else:
-                    points = _mean_curve(group, along)[over == "bytes" :]
-                    axes.plot(
-                        [p for p, _ in points], [loss for _, loss in points], label=label, **style
-                    )
-            if over == "bytes":
-                axes.set_xscale("log")
-            axes.set(xlabel=word, ylabel="held-out loss", title=f"{view.x}: {x}")
-            _zoom(axes)
-
-        file = f"loss-{over}-{_slug(x)}.png"
-        pictures.append(_picture(file, f"Loss against {over}, {view.x}: {x}", draw))
+    pictures = [
+        _picture(
+            f"loss-{over}-{_slug(panel)}.png",
+            f"Loss against {over}, {panel}",
+            partial(draw_panel, panel=panel),
+        )
+        for panel in panels
+    ]
+    table: Table = [
+        {"runs": name, word: f"{place:.4g}", "loss": f"{loss:.4f}"}
+        for name, points in {
+            **{f"data-parallel, {name}": points for name, points in baselines.items()},
+            **{", ".join(key): points for key, points in curves.items()},
+        }.items()
+        for place, loss in _some(points)
+    ]
     text = {
         "tokens": "Held-out loss over the tokens that all workers together have read, mean over "
         "seeds. The table has some of the points.",
@@ -376,6 +389,10 @@ def _curves(view: _View, over: str) -> _Section:
     }[over]
     heading = {"tokens": "Loss against tokens", "bytes": "Loss against bytes sent"}[over]
     return _Section(heading, text, pictures, table)
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [place for place, _ in points], [value for _, value in points]
 
 
 def _mean_curve(
@@ -419,37 +436,36 @@ def _slug(text: str) -> str:
 def _tuning(view: _View, tuning: Sequence[Outcome]) -> _Section:
     """Draw the losses over each tuned key."""
     keys = list(dict.fromkeys(key for run in tuning for key in run.tuned))
-    pictures = []
     table: Table = []
     for run in tuning:
-        others = {axis: name for axis, name in run.point.items() if axis != "seed"}
+        fixed = {axis: name for axis, name in run.point.items() if axis != "seed"}
         values = {key: f"{run.tuned[key]:g}" if key in run.tuned else "-" for key in keys}
-        table.append({**others, **values, "loss": f"{run.loss:.4f}"})
-    for key in keys:
-        lines: dict[str, list[tuple[float, float]]] = {}
-        for run in tuning:
-            if key in run.tuned:
-                fixed = [name for axis, name in run.point.items() if axis != "seed"]
-                fixed += [f"{other}={run.tuned[other]:g}" for other in run.tuned if other != key]
-                lines.setdefault(" ".join(fixed), []).append((run.tuned[key], run.loss))
+        table.append({**fixed, **values, "loss": f"{run.loss:.4f}"})
+    panels: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for run in tuning:
+        for key in run.tuned:
+            others = [run.point[axis] for axis in run.point if axis not in ("seed", view.lines)]
+            others += [f"{other}={run.tuned[other]:g}" for other in run.tuned if other != key]
+            lines = panels.setdefault((key, run.point[view.lines]), {})
+            lines.setdefault(" ".join(others), []).append((run.tuned[key], run.loss))
 
-        def draw(axes: Axes, key: str = key, lines: Any = lines) -> None:
-            for number, (name, points) in enumerate(lines.items()):
-                style: dict[str, Any] = {
-                    "color": COLORS[number % len(COLORS)],
-                    "marker": MARKERS[number % len(MARKERS)],
-                    "linestyle": ("-", "--", ":")[number // len(COLORS) % 3],
-                    "label": name if len(lines) <= 9 else None,
-                }
-                points = sorted(points)
-                axes.plot([p for p, _ in points], [loss for _, loss in points], **style)
-            axes.set(xlabel=key, ylabel="held-out loss", xscale="log")
-            ticks = sorted({place for points in lines.values() for place, _ in points})
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45)
-            axes.xaxis.set_minor_formatter(NullFormatter())
-            axes.yaxis.set_major_formatter(ScalarFormatter())
+    def draw_panel(axes: Axes, key: str, panel: str) -> None:
+        lines = panels[key, panel]
+        for number, (name, points) in enumerate(lines.items()):
+            axes.plot(*_columns(sorted(points)), **_style(number, name))
+        axes.set(xlabel=key, ylabel="held-out loss", xscale="log", title=panel)
+        ticks = sorted({place for points in lines.values() for place, _ in points})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], rotation=45)
+        axes.xaxis.set_minor_formatter(NullFormatter())
 
-        pictures.append(_picture(f"tuning-{_slug(key)}.png", f"Loss over {key}", draw))
+    pictures = [
+        _picture(
+            f"tuning-{_slug(key)}-{_slug(panel)}.png",
+            f"Loss over {key}, {panel}",
+            partial(draw_panel, key=key, panel=panel),
+        )
+        for key, panel in panels
+    ]
     text = "Every grid that was tried before the comparison; the best of each is what is compared."
     if not tuning:
         text = "This experiment tunes nothing: its values are those of its file."
@@ -552,6 +568,9 @@ _STYLE = """
 body{margin:0 auto;max-width:1200px;padding:16px;font:16px/1.5 system-ui,sans-serif;color:#1a1a1a;
 background:#fff;overflow-wrap:anywhere}
 h1{font-size:1.6rem;line-height:1.2}h2{font-size:1.25rem;margin-top:2rem}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 16px;font-size:.875rem}
+dt{color:#555}dd{margin:0}
+@media(max-width:600px){dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:6px}}
 .pictures{display:grid;gap:16px;grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr))}
 .pictures figure{margin:0;max-width:620px}
 img{max-width:100%;height:auto;display:block}
@@ -575,7 +594,12 @@ def _page(
     parts = [
         f"<h1>{escape(experiment.title)}</h1>",
         f"<p>{escape(experiment.question)}</p>",
-        _html_table(_facts(experiment, scale_name, outcomes)),
+        "<dl>"
+        + "".join(
+            f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>"
+            for key, value in _facts(experiment, scale_name, outcomes).items()
+        )
+        + "</dl>",
     ]
     for section in sections:
         parts.append(f"<section><h2>{escape(section.heading)}</h2><p>{escape(section.text)}</p>")
@@ -606,7 +630,7 @@ def _page(
     )
 
 
-def _facts(experiment: Experiment, scale_name: str, outcomes: Sequence[Outcome]) -> Table:
+def _facts(experiment: Experiment, scale_name: str, outcomes: Sequence[Outcome]) -> dict[str, str]:
     scale = experiment.scales[scale_name]
     config = {**app_config(), **scale.config}
     facts = {
@@ -621,7 +645,7 @@ def _facts(experiment: Experiment, scale_name: str, outcomes: Sequence[Outcome])
         facts["parameters"] = f"{outcomes[0].num_parameters:,}"
         versions = sorted({f"{k} {v}" for run in outcomes for k, v in run.versions.items()})
         facts["versions"] = ", ".join(versions)
-    return [{"": key, " ": value} for key, value in facts.items()]
+    return facts
 
 
 def _html_picture(picture: _Picture) -> str:
