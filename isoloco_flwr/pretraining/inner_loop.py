@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from isoloco_flwr.pretraining.execution import resolve_precision
 from isoloco_flwr.pretraining.loss import next_token_loss
 from isoloco_flwr.pretraining.schedule import WARMUP_FRACTION, learning_rate_factor
 
-__all__ = ["InnerReport", "build_inner_optimizer", "next_token_loss", "run_inner_steps"]
+__all__ = ["InnerReport", "run_inner_steps"]
 
 CLIP_NORM = 1.0
 """Largest norm of a gradient, over all parameters (arXiv 2607.03011)."""
@@ -38,35 +38,6 @@ class InnerReport:
     """Wall-clock time of the steps."""
 
 
-def build_inner_optimizer(name: str, parameters: Iterable[nn.Parameter], *, lr: float) -> Optimizer:
-    """Make an inner optimizer.
-
-    Parameters
-    ----------
-    name : {"adamw", "sgd"}
-        "adamw" has betas 0.9 and 0.95 and weight decay 0.1 on all parameters
-        (arXiv 2607.03011); "sgd" is plain.
-    parameters : Iterable[nn.Parameter]
-        What is trained.
-    lr : float
-        Peak learning rate.
-
-    Raises
-    ------
-    ValueError
-        If the name is unknown.
-    """
-    parameters = list(parameters)
-    if name == "adamw":
-        fused = all(parameter.is_cuda for parameter in parameters)
-        return torch.optim.AdamW(
-            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None
-        )
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=lr)
-    raise ValueError(f"inner optimizer {name!r}: allowed is one of adamw, sgd")
-
-
 def run_inner_steps(
     model: PreTrainedModel,
     optimizer: Optimizer,
@@ -75,7 +46,6 @@ def run_inner_steps(
     first_step: int,
     steps: int,
     total_steps: int,
-    lr: float | None = None,
     clip_norm: float = CLIP_NORM,
     schedule: str = "cosine",
     warmup_fraction: float = WARMUP_FRACTION,
@@ -90,7 +60,8 @@ def run_inner_steps(
     model : PreTrainedModel
         Changed in place.
     optimizer : Optimizer
-        The worker's own, with the state it had after its last round.
+        The worker's own, with the state it had after its last round. `peak_lr` of each of its
+        groups is the rate that the schedule scales.
     batches : Callable[[int], Tensor]
         Batch of an inner step, see `next_token_loss`.
     first_step : int
@@ -99,8 +70,6 @@ def run_inner_steps(
         H.
     total_steps : int
         Inner steps of the whole run, over which the learning rate is scheduled.
-    lr : float, optional
-        Peak learning rate of all groups of the optimizer; None takes each group's `peak_lr`.
     clip_norm : float
         Largest norm of a gradient.
     schedule, warmup_fraction
@@ -140,7 +109,7 @@ def run_inner_steps(
             step, total_steps, schedule=schedule, warmup_fraction=warmup_fraction
         )
         for group in optimizer.param_groups:
-            group["lr"] = (group["peak_lr"] if lr is None else lr) * factor
+            group["lr"] = group["peak_lr"] * factor
         optimizer.zero_grad(set_to_none=True)
         loss = _backward(model, batch, micro_batch_size or len(batch), in_bf16)
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

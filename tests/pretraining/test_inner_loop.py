@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer as build_old
 from isoloco_flwr.pretraining.inner_loop import run_inner_steps
 from isoloco_flwr.pretraining.model import build_model
 from isoloco_flwr.pretraining.optimizers import build_inner_optimizer
@@ -184,8 +183,3 @@ def test_only_the_batches_of_the_round_are_read_each_once():
     report = run_inner_steps(model, optimizer, reading, first_step=4, steps=3, total_steps=20)
     assert read == [4, 5, 6]
     assert report.seconds > 0
-
-
-def test_an_unknown_optimizer_is_named():
-    with pytest.raises(ValueError, match="'adam': allowed is one of adamw, sgd"):
-        build_old("adam", [torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -6,8 +6,9 @@ import os
 import pytest
 import torch
 
-from isoloco_flwr.pretraining.inner_loop import build_inner_optimizer, run_inner_steps
+from isoloco_flwr.pretraining.inner_loop import run_inner_steps
 from isoloco_flwr.pretraining.model import build_model
+from isoloco_flwr.pretraining.optimizers import build_inner_optimizer
 from isoloco_flwr.pretraining.worker_state import (
     WorkerStateError,
     load_worker_state,
@@ -24,7 +25,7 @@ def batch(step):
 
 def fresh():
     model = build_model("demo", vocabulary_size=257, seed=0)
-    return model, build_inner_optimizer("adamw", model.parameters(), lr=1e-3)
+    return model, build_inner_optimizer("adamw", model, lr=1e-3)
 
 
 def train(model, optimizer, first_step, steps):
@@ -35,7 +36,6 @@ def train(model, optimizer, first_step, steps):
         first_step=first_step,
         steps=steps,
         total_steps=H * ROUNDS,
-        lr=1e-3,
     )
 
 
@@ -43,8 +43,7 @@ def in_rounds(folder, forget=False):
     """Train in rounds with a new optimizer each, as a worker does that lives for one message."""
     model, _ = fresh()
     for number in range(1, ROUNDS + 1):
-        _, optimizer = fresh()
-        optimizer = build_inner_optimizer("adamw", model.parameters(), lr=1e-3)
+        optimizer = build_inner_optimizer("adamw", model, lr=1e-3)
         if not forget:
             restored = load_worker_state(folder, optimizer, round_number=number - 1)
             assert restored == (number > 1)
@@ -112,14 +111,15 @@ def test_a_damaged_file_is_named(damage, tmp_path):
 def test_another_models_state_is_refused(tmp_path):
     saved(tmp_path, [1])
     model = build_model("demo", vocabulary_size=99, seed=0)
-    optimizer = build_inner_optimizer("adamw", model.parameters(), lr=1e-3)
+    optimizer = build_inner_optimizer("adamw", model, lr=1e-3)
     with pytest.raises(WorkerStateError, match="another model"):
         load_worker_state(tmp_path, optimizer, round_number=1)
 
 
 def test_another_optimizers_state_is_refused(tmp_path):
     model, _ = fresh()
-    train(model, momentum := torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), 0, 1)
+    group = {"params": list(model.parameters()), "peak_lr": 1e-3}
+    train(model, momentum := torch.optim.SGD([group], lr=1e-3, momentum=0.9), 0, 1)
     save_worker_state(tmp_path, momentum, round_number=1)
     _, adamw = fresh()
     with pytest.raises(WorkerStateError, match="the state of SGD, not of AdamW"):

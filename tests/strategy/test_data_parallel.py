@@ -6,12 +6,10 @@ import torch
 from rounds import LoopbackGrid, record, tensors
 
 from isoloco_flwr import LocalSGD
-from isoloco_flwr.pretraining.inner_loop import (
-    build_inner_optimizer,
-    next_token_loss,
-    run_inner_steps,
-)
+from isoloco_flwr.pretraining.inner_loop import run_inner_steps
+from isoloco_flwr.pretraining.loss import next_token_loss
 from isoloco_flwr.pretraining.model import build_model
+from isoloco_flwr.pretraining.optimizers import build_inner_optimizer
 
 WORKERS, ROUNDS, BATCH, LR = 4, 3, 2, 0.5
 
@@ -32,12 +30,11 @@ def test_one_inner_step_is_data_parallel_sgd():
         step = config["server-round"] - 1
         run_inner_steps(
             local,
-            build_inner_optimizer("sgd", local.parameters(), lr=LR),
+            build_inner_optimizer("sgd", local, lr=LR),
             lambda _: batch(worker, step),
             first_step=0,  # of a run of one step, whose learning rate is the peak
             steps=1,
             total_steps=1,
-            lr=LR,
             clip_norm=math.inf,
         )
         return local.state_dict()
