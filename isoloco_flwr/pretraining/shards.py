@@ -20,7 +20,7 @@ from isoloco_flwr.pretraining.document import CorpusError, Document, Source
 from isoloco_flwr.pretraining.join import SIDES, join
 from isoloco_flwr.pretraining.tokenizer import TextTokenizer, load_tokenizer
 
-__all__ = ["FORMAT", "Progress", "build", "is_held_out"]
+__all__ = ["FORMAT", "Progress", "build", "is_held_out", "unfinished"]
 
 FORMAT = "isoloco_flwr tokens 2"
 
@@ -87,8 +87,7 @@ def build(
     TokenizerError
         If a token is beyond the vocabulary.
     """
-    work = folder.with_name(f"{folder.name}.unfinished")
-    work.mkdir(parents=True, exist_ok=True)
+    work = unfinished(folder)
     plan = {
         "format": FORMAT,
         "source": source.identity,
@@ -116,14 +115,21 @@ def build(
             )
     tokenizer.save_pretrained(joined / "tokenizer")
     (joined / "manifest.json").write_text(json.dumps(manifest, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
     os.replace(joined, folder)
     shutil.rmtree(work)
+
+
+def unfinished(folder: Path) -> Path:
+    """Return where the parts of a folder's tokens lie until all is done."""
+    return folder.with_name(f"{folder.name}.unfinished")
 
 
 def _check_plan(work: Path, plan: dict[str, Any]) -> None:
     path = work / "plan.json"
     if not path.exists():
+        # Parts without a plan were being deleted, and nobody knows what they were made of.
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
         part = path.with_suffix(".new")
         part.write_text(json.dumps(plan))
         os.replace(part, path)

