@@ -5,6 +5,7 @@ Both strategy APIs of Flower stand on this.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -164,12 +165,13 @@ class OuterEngine:
             if not sum(weights.values()) > 0:
                 raise SkippedRoundError("the weights of the replies add up to 0")
             # All merges first: should one fail, no momentum has been touched.
-            deltas = {}
-            for name, delta in mean.finish().items():
-                deltas[name] = self._before_momentum(name, reference[name], delta)
-                if name in watched and is_finite(delta):
+            means = mean.finish()
+            deltas = self._before_momentum(means, reference)
+            for name in watched:
+                if name in means and is_finite(means[name]):
                     merges = self.orthogonalize == "gradient"
-                    seen.merged(name, delta, deltas[name] if merges else None)
+                    seen.merged(name, means[name], deltas[name] if merges else None)
+            del means
             used = sorted(weights)
             for name in stacked:
                 assert stack is not None
@@ -225,11 +227,41 @@ class OuterEngine:
             return not self.merge.matrices_only
         return not _matches(name, self.exclude)
 
-    def _before_momentum(self, name: str, sent: Tensor, mean: Tensor) -> Tensor:
-        if not self._is_stepped(name, sent):
-            return mean
-        mean = mean.to(self.device)
-        return mean if self.orthogonalize == "update" else self._merge_mean(name, mean)
+    def _before_momentum(
+        self, means: Mapping[str, Tensor], reference: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Return what the outer optimizer takes as gradients, by name."""
+        stepped = [name for name in means if self._is_stepped(name, reference[name])]
+        deltas = {**means, **{name: means[name].to(self.device) for name in stepped}}
+        if self.orthogonalize == "gradient":
+            for name, merged in self._merged_means({name: deltas[name] for name in stepped}):
+                deltas[name] = merged
+        return deltas
+
+    def _merged_means(self, means: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield merged means by name: on a CPU, with as many at a time as it has threads.
+
+        LAPACK gains little from several threads for one matrix, and loses by them for a small one.
+        """
+        threads = torch.get_num_threads()
+        # The largest first, so that none of them is left for the end.
+        names = sorted(means, key=lambda name: means[name].numel(), reverse=True)
+        matrices = sum(self._is_merged(name, means[name]) for name in names)
+        if self.device.type != "cpu" or matrices < 2 * threads or threads == 1:
+            for name in names:
+                yield name, self._merge_mean(name, means[name])
+            return
+        try:
+            with ThreadPoolExecutor(
+                threads, initializer=torch.set_num_threads, initargs=(1,)
+            ) as pool:
+                yield from zip(
+                    names,
+                    pool.map(self._merge_mean, names, map(means.__getitem__, names)),
+                    strict=True,
+                )
+        finally:
+            torch.set_num_threads(threads)  # MKL's number is the whole process's
 
     def _merge_mean(self, name: str, mean: Tensor) -> Tensor:
         if self.merge.from_mean is None or not self._is_merged(name, mean) or not is_finite(mean):
