@@ -166,7 +166,7 @@ def _find(name: str, path: Path) -> tuple[list[tuple[str, Path]], str]:
             f"of {', '.join(ENDINGS)}, or of a folder that prepare wrote"
         )
     if len(kinds) > 1:
-        examples = " and ".join(min(files)[0] for files in kinds.values())
+        examples = " and ".join(sorted(min(files)[0] for files in kinds.values()))
         raise CorpusError(f"data.source = {name!r} holds {examples}: allowed is one kind of file")
     kind, files = kinds.popitem()
     return sorted(files), kind
