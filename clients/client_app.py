@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import platform
 import shutil
 import time
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from clients.site import SiteSettings, parse_site
 from isoloco_flwr.aggregation import PSEUDO_GRADIENT
 from isoloco_flwr.pretraining.execution import prepare_model
 from isoloco_flwr.pretraining.inner_loop import run_inner_steps
@@ -32,10 +34,12 @@ from isoloco_flwr.pretraining.model import (
 from isoloco_flwr.pretraining.optimizers import build_inner_optimizer
 from isoloco_flwr.pretraining.partition import partition_documents
 from isoloco_flwr.pretraining.stream import WorkerStream
-from isoloco_flwr.pretraining.tokens import Tokens, cache_folder, load_tokens
+from isoloco_flwr.pretraining.tokens import Tokens, load_tokens
 from isoloco_flwr.pretraining.worker_state import (
     WorkerStateError,
+    age_state,
     load_worker_state,
+    newest_state,
     save_worker_state,
     state_bytes,
 )
@@ -58,18 +62,19 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def query(message: Message, context: Context) -> Message:
     """Say which worker this node is, once all it needs is there."""
     settings = parse_settings(context.run_config)
-    worker, num_workers = _place(context)
-    model = _prepared(settings, context)
-    _stream(settings, context, model)
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    site = parse_site(context.node_config)
+    folder = site.states()
+    model = _prepared(settings, site)
+    _stream(settings, site, model)
     keeps = settings.inner.state == "keep"
     # One state is read while the next is written, and all since the newest checkpoint stay.
     rounds = settings.checkpoint.every + 1
     answer = ConfigRecord(
         {
-            "partition-id": worker,
-            "num-partitions": num_workers,
+            "partition-id": site.partition_id,
+            "num-partitions": site.num_partitions,
+            "device": str(next(model.parameters()).device),
+            "threads": torch.get_num_threads(),
             "disk": _disk_name(folder),
             "state-bytes": state_bytes(_optimizer(settings.inner, model), rounds=rounds) * keeps,
             "free-bytes": shutil.disk_usage(folder).free,
@@ -84,22 +89,21 @@ def train(message: Message, context: Context) -> Message:
     started = time.perf_counter()
     settings = parse_settings(context.run_config)
     inner = settings.inner
-    worker, num_workers = _place(context)
-    batch_size = settings.worker_batch_size(num_workers)
+    site = parse_site(context.node_config)
+    worker = site.partition_id
+    batch_size = settings.worker_batch_size(site.num_partitions)
     config = message.content.config_records["config"]
     server_round = cast(int, config["server-round"])
-    model = _prepared(settings, context)
-    stream = _stream(settings, context, model)
+    model = _prepared(settings, site)
+    stream = _stream(settings, site, model)
     sent = tensors_from_record(message.content.array_records["arrays"])
     load_tensors(model, sent)
     # A model with dropout must not depend on what this process did before.
     torch.manual_seed(_random_seed(settings.seed, worker, server_round))
     optimizer = _optimizer(inner, model)
-    state_folder = cache_folder() / "workers" / str(config["run-key"]) / f"worker-{worker:04d}"
+    state_folder = site.states() / _run_key(config) / f"worker-{worker:04d}"
     keeps = inner.state == "keep"
-    state_lost = (
-        keeps and server_round > 1 and not _restore(state_folder, optimizer, server_round - 1)
-    )
+    done = _restore(state_folder, optimizer, server_round - 1, inner) if keeps else server_round - 1
     loaded = time.perf_counter()
     report = run_inner_steps(
         model,
@@ -111,9 +115,10 @@ def train(message: Message, context: Context) -> Message:
         clip_norm=inner.clip_norm,
         schedule=inner.schedule,
         warmup_fraction=inner.warmup_fraction,
-        micro_batch_size=inner.micro_batch_size,
+        micro_batch_size=site.micro_batch_size(inner.micro_batch_size),
         precision=inner.precision,
         max_skipped_steps=inner.max_skipped_steps,
+        max_seconds=site.max_seconds - (loaded - started) if site.max_seconds else math.inf,
     )
     trained = time.perf_counter()
     if keeps:
@@ -132,11 +137,13 @@ def train(message: Message, context: Context) -> Message:
         record = record_from_tensors(pseudo_gradients(sent, arrays, dtype))
     metrics = MetricRecord(
         {
-            "num-examples": inner.steps * batch_size,
+            "num-examples": report.steps * batch_size,
+            "inner-steps": report.steps,
             "train-loss": report.mean_loss,
             "skipped-steps": report.skipped_steps,
             "epochs": stream.epochs(server_round * inner.steps, batch_size),
-            "state-lost": int(state_lost),
+            "state-lost": int(done is None),
+            "rounds-missed": 0 if done is None else server_round - 1 - done,
             "load-seconds": loaded - started,
             "train-seconds": trained - loaded,
             "save-seconds": time.perf_counter() - trained,
@@ -145,15 +152,37 @@ def train(message: Message, context: Context) -> Message:
     return Message(RecordDict({name: record, "metrics": metrics}), reply_to=message)
 
 
-def _restore(folder: Path, optimizer: Optimizer, round_number: int) -> bool:
-    """Give the optimizer the worker's state after a round; say so where it is lost."""
+def _restore(
+    folder: Path, optimizer: Optimizer, last_round: int, inner: InnerSettings
+) -> int | None:
+    """Give the optimizer the worker's newest state and say of which round it is; None: lost."""
+    number = newest_state(folder, up_to=last_round)
+    missed = last_round - number
     try:
-        if load_worker_state(folder, optimizer, round_number=round_number):
-            return True
-        log(WARNING, "No state of round %d in %s: the worker starts afresh", round_number, folder)
+        if missed and inner.stale_state == "reset" and number:
+            log(WARNING, "The state in %s is %d rounds old: it is reset", folder, missed)
+            return number
+        if number and load_worker_state(folder, optimizer, round_number=number):
+            if missed:
+                log(WARNING, "The state in %s is %d rounds old", folder, missed)
+            if missed and inner.stale_state == "age":
+                age_state(optimizer, missed * inner.steps)
+            return number
     except WorkerStateError as error:
         log(WARNING, "%s: the worker starts afresh", error)
-    return False
+        return None
+    if last_round:
+        log(WARNING, "No state of round %d in %s: the worker starts afresh", last_round, folder)
+        return None
+    return 0
+
+
+def _run_key(config: ConfigRecord) -> str:
+    """Return the run's key, which must not lead out of the site's own folder."""
+    key = str(config["run-key"])
+    if key in ("", ".", "..") or Path(key).name != key:
+        raise ValueError(f"run-key {key!r}: allowed is the name of a folder")
+    return key
 
 
 def _optimizer(inner: InnerSettings, model: PreTrainedModel) -> Optimizer:
@@ -162,9 +191,9 @@ def _optimizer(inner: InnerSettings, model: PreTrainedModel) -> Optimizer:
     )
 
 
-def _prepared(settings: RunSettings, context: Context) -> PreTrainedModel:
+def _prepared(settings: RunSettings, site: SiteSettings) -> PreTrainedModel:
     """Return the model, set up for training."""
-    tokens = _tokens(_own_data(settings.data, context))
+    tokens = _tokens(_own_data(settings.data, site))
     inner = settings.inner
     return _model(
         settings.model,
@@ -172,13 +201,14 @@ def _prepared(settings: RunSettings, context: Context) -> PreTrainedModel:
         inner.compile,
         inner.gradient_checkpointing,
         inner.tf32,
+        site.torch_device(),
     )
 
 
-def _stream(settings: RunSettings, context: Context, model: PreTrainedModel) -> WorkerStream:
+def _stream(settings: RunSettings, site: SiteSettings, model: PreTrainedModel) -> WorkerStream:
     """Return the batches of this worker."""
-    worker, num_workers = _place(context)
-    data = _own_data(settings.data, context)
+    worker, num_workers = site.partition_id, site.num_partitions
+    data = _own_data(settings.data, site)
     documents = None
     if data.partitioner != "iid":
         own = _partition(data, num_workers, settings.seed)[worker]
@@ -193,17 +223,16 @@ def _stream(settings: RunSettings, context: Context, model: PreTrainedModel) -> 
     )
 
 
-def _own_data(data: DataSettings, context: Context) -> DataSettings:
+def _own_data(data: DataSettings, site: SiteSettings) -> DataSettings:
     """Return the data settings with the node's own source where each node has one."""
     if data.partitioner != "natural":
         return data
-    source = context.node_config.get("data-source")
-    if not isinstance(source, str) or not source:
+    if not site.data_source:
         raise SettingsError(
-            f"node config data-source = {source!r}: with data.partitioner = 'natural' every node "
-            "names its own source"
+            "node config data-source = '': with data.partitioner = 'natural' every node names its "
+            "own source"
         )
-    return dataclasses.replace(data, source=source)
+    return dataclasses.replace(data, source=site.data_source)
 
 
 @lru_cache(maxsize=1)
@@ -241,12 +270,13 @@ def _model(
     compiled: bool,
     gradient_checkpointing: bool,
     tf32: bool,
+    device: torch.device,
 ) -> PreTrainedModel:
     """Build the model once for all virtual workers of this process; its weights get replaced."""
     built = build_model(
         model.preset, vocabulary_size=vocabulary_size, seed=0, path=model.path, config=model.config
     )
-    built.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    built.to(device)  # type: ignore[arg-type]
     return prepare_model(
         built,
         compile=compiled,
@@ -264,21 +294,3 @@ def _disk_name(folder: Path) -> str:
     """Return a name of the disk that a folder lies on, which says nothing else of the machine."""
     disk = f"{platform.node()} {uuid.getnode()} {folder.stat().st_dev}"
     return hashlib.blake2b(disk.encode(), digest_size=8).hexdigest()
-
-
-def _place(context: Context) -> tuple[int, int]:
-    """Return which worker this node is, and out of how many."""
-    try:
-        worker = int(context.node_config["partition-id"])
-        num_workers = int(context.node_config["num-partitions"])
-    except (KeyError, ValueError) as error:
-        raise SettingsError(
-            f"node config {dict(context.node_config)}: allowed are whole numbers partition-id and "
-            "num-partitions, as simulations set them"
-        ) from error
-    if not 0 <= worker < num_workers:
-        raise SettingsError(
-            f"node config partition-id = {worker}: allowed is 0 <= partition-id < {num_workers}, "
-            "the node's num-partitions"
-        )
-    return worker, num_workers

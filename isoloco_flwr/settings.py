@@ -7,15 +7,14 @@ here have none. A run config is flat: `strategy.outer-lr` is the field `outer_lr
 
 import dataclasses
 import difflib
-import math
 import tomllib
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from isoloco_flwr.aggregation import Weighting
 from isoloco_flwr.engine import Orthogonalize
+from isoloco_flwr.fields import SettingsError, build_settings, setting, setting_keys
 from isoloco_flwr.merging import METHODS, check_options
 from isoloco_flwr.presets import PRESETS, Preset
 
@@ -31,38 +30,12 @@ __all__ = [
     "parse_settings",
 ]
 
-_T = typing.TypeVar("_T")
-
-PRESET = "preset"
-"""The word in a run config that leaves a value to the strategy's preset."""
-
-
 REPLIES = ("parameters", *(f"pseudo-gradient-{bits}" for bits in ("fp32", "fp16", "bf16")))
 """What a worker can answer with."""
 
-
-class SettingsError(ValueError):
-    """A run config with an unknown, missing, mistyped or out-of-range value."""
-
-
-def setting(
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    choices: tuple[str, ...] | None = None,
-    may_be_empty: bool = False,
-) -> Any:
-    """Make a dataclass field with the range that `parse_settings` checks."""
-    return dataclasses.field(
-        metadata={
-            "at_least": at_least,
-            "above": above,
-            "below": below,
-            "choices": choices,
-            "may_be_empty": may_be_empty,
-        }
-    )
+STALE_STATES = ("age", "use", "reset")
+"""What becomes of moments whose worker was absent: they decay as in as many inner steps without a
+gradient, stay as they are, or start afresh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +52,8 @@ class StrategySettings:
     """Options of the merge in place of the preset's, as in a TOML table: `polar = 'fast'`."""
     orthogonalize: str = setting(choices=typing.get_args(Orthogonalize))
     """Whether Iso-C is made of the pseudo-gradient or of the outer momentum's update."""
+    weighting: str = setting(choices=typing.get_args(Weighting))
+    """Whether all workers' pseudo-gradients weigh the same or by the sequences trained on."""
     diagnostics: str = setting(may_be_empty=True)
     """Patterns (fnmatch), separated by commas, of the names of matrices whose merge is looked at
     in every round."""
@@ -148,6 +123,8 @@ class InnerSettings:
     """Steps in a row without a finite gradient after which a worker gives up its round."""
     state: str = setting(choices=("keep", "reset"))
     """Whether a worker's inner optimizer keeps its moments from round to round."""
+    stale_state: str = setting(choices=STALE_STATES)
+    """What a worker does with moments of an older round than the one before, having been absent."""
     reply: str = setting(choices=REPLIES)
     """What a worker answers with; 16 bits halve the bytes sent up."""
 
@@ -287,88 +264,10 @@ def parse_settings(run_config: Mapping[str, bool | float | int | str]) -> RunSet
         One line that names the key, its value and what is allowed; for an unknown key the nearest
         known one.
     """
-    known = _keys(RunSettings)
+    known = setting_keys(RunSettings)
     for key, value in run_config.items():
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"did you mean {nearest[0]}?" if nearest else f"known keys: {', '.join(known)}"
             raise SettingsError(f"unknown run-config key {key} = {value!r}: {hint}")
-    return _build(RunSettings, run_config, "")
-
-
-def _fields(cls: type) -> list[tuple[dataclasses.Field[Any], str, Any]]:
-    hints = typing.get_type_hints(cls)
-    return [
-        (field, field.name.replace("_", "-"), hints[field.name])
-        for field in dataclasses.fields(cls)
-    ]
-
-
-def _keys(cls: type, prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for _, name, hint in _fields(cls):
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            keys += _keys(hint, f"{prefix}{name}.")
-        else:
-            keys.append(prefix + name)
-    return keys
-
-
-def _build(cls: type[_T], run_config: Mapping[str, Any], prefix: str) -> _T:
-    values: dict[str, Any] = {}
-    for field, name, hint in _fields(cls):
-        key = prefix + name
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            values[field.name] = _build(hint, run_config, f"{key}.")
-        elif key in run_config:
-            values[field.name] = _check(key, run_config[key], hint, field.metadata)
-        else:
-            raise SettingsError(
-                f"run-config key {key} is missing: it takes {_allowed(hint, field.metadata)}"
-            )
-    return cls(**values)
-
-
-def _check(key: str, value: Any, hint: Any, limits: Mapping[str, Any]) -> Any:
-    optional = isinstance(hint, types.UnionType)
-    if optional and value == PRESET:
-        return None
-    kind = typing.get_args(hint)[0] if optional else hint
-    right_type = (
-        isinstance(value, kind)
-        if kind in (str, bool)
-        else isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    )
-    if right_type:
-        number = kind in (int, float)
-        within = (
-            (limits["at_least"] is None or value >= limits["at_least"])
-            and (limits["above"] is None or value > limits["above"])
-            and (limits["below"] is None or value < limits["below"])
-            and math.isfinite(value)
-            if number
-            else limits["choices"] is None or value in limits["choices"]
-        )
-        if within and (kind is not str or value or limits["may_be_empty"]):
-            return kind(value)
-    raise SettingsError(f"run-config key {key} = {value!r}: allowed is {_allowed(hint, limits)}")
-
-
-def _allowed(hint: Any, limits: Mapping[str, Any]) -> str:
-    optional = isinstance(hint, types.UnionType)
-    kind = typing.get_args(hint)[0] if optional else hint
-    if limits["choices"] is not None:
-        return "one of " + ", ".join(limits["choices"])
-    text = {
-        str: "a text" if limits["may_be_empty"] else "a text that is not empty",
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-    }[kind]
-    bounds = [
-        f"{sign} {limits[name]:g}" if isinstance(limits[name], float) else f"{sign} {limits[name]}"
-        for name, sign in (("at_least", ">="), ("above", ">"), ("below", "<"))
-        if limits[name] is not None
-    ]
-    text += " " + " and ".join(bounds) if bounds else ""
-    return f'{text}, or "{PRESET}" for the value of the strategy\'s preset' if optional else text
+    return build_settings(RunSettings, run_config, "run-config key")

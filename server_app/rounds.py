@@ -30,6 +30,14 @@ _FROM_STRATEGY = (
     "aggregate-seconds",
 )
 
+_COUNTS = {
+    "inner-steps": "inner-steps",
+    "skipped-steps": "skipped-steps",
+    "worker-states-lost": "state-lost",
+    "rounds-missed": "rounds-missed",
+}
+"""Sums over the workers: name in a line, and in their metrics."""
+
 _MEANS = ("epochs", "load-seconds", "train-seconds", "save-seconds")
 """Means over the workers; None where no worker has answered."""
 
@@ -49,8 +57,6 @@ class Rounds:
         Held-out tokens.
     context : int
         Tokens of a sequence.
-    worker_batch_size : int
-        Sequences of an inner step of one worker.
     metrics_file : Path
         File that the lines are appended to.
     """
@@ -63,7 +69,6 @@ class Rounds:
         model: PreTrainedModel,
         held_out: NDArray[np.integer],
         context: int,
-        worker_batch_size: int,
         metrics_file: Path,
     ) -> None:
         self.rows = _read_rows(metrics_file)
@@ -72,7 +77,6 @@ class Rounds:
         self._model = model
         self._held_out = held_out
         self._context = context
-        self._tokens_per_reply = settings.inner.steps * worker_batch_size * self._context
         self._metrics_file = metrics_file
         self._scalars: SummaryWriter | None = None
         self._started = time.perf_counter()
@@ -85,16 +89,14 @@ class Rounds:
         train = cast(Mapping[str, float], self._strategy.train_metrics)
         counters = {key: train.get(key, 0) for key in _FROM_STRATEGY}
         tokens_before = self.rows[-1]["tokens"] if self.rows else 0
-        states_lost = train.get("state-lost", 0) * counters["replies-used"]
         now = time.perf_counter()
         row: dict[str, Any] = {
             "round": server_round,
             "eval-loss": loss,
             "train-loss": train.get("train-loss"),
-            "tokens": tokens_before + counters["replies-used"] * self._tokens_per_reply,
+            "tokens": tokens_before + round(train.get("num-examples", 0)) * self._context,
             **counters,
-            "worker-states-lost": round(states_lost),
-            "skipped-steps": round(train.get("skipped-steps", 0) * counters["replies-used"]),
+            **{name: round(train.get(key, 0)) for name, key in _COUNTS.items()},
             **{key: train.get(key) for key in _MEANS},
             **({"diagnostics": figures} if (figures := self._strategy.engine.figures) else {}),
             "seconds": now - self._started,

@@ -9,6 +9,7 @@ from flwr.app import ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore import log
 
+from isoloco_flwr.aggregation import Weighting
 from isoloco_flwr.engine import Orthogonalize
 from isoloco_flwr.pretraining.model import (
     build_model,
@@ -23,6 +24,7 @@ from isoloco_flwr.settings import parse_settings
 from isoloco_flwr.strategy import MergeStrategy
 from server_app.results import draw_loss, open_output_folder, open_run, save_model, versions
 from server_app.rounds import Rounds
+from server_app.worker_metrics import aggregate_worker_metrics
 from server_app.workers import meet_workers
 
 app = ServerApp()
@@ -59,9 +61,11 @@ def main(grid: Grid, context: Context) -> None:
         fraction_evaluate=0.0,
         min_train_nodes=num_workers,
         min_available_nodes=num_workers,
+        train_metrics_aggr_fn=aggregate_worker_metrics,
         seed=settings.seed,
         device=device,
         orthogonalize=cast(Orthogonalize, settings.strategy.orthogonalize),
+        weighting=cast(Weighting, settings.strategy.weighting),
         diagnostics=settings.strategy.diagnostics.replace(" ", "").split(","),
         **dataclasses.asdict(settings.strategy.preset),
     )
@@ -86,7 +90,6 @@ def main(grid: Grid, context: Context) -> None:
         model=model,
         held_out=tokens.held_out,
         context=context_tokens,
-        worker_batch_size=worker_batch_size,
         metrics_file=folder / "metrics.jsonl",
     )
     result = strategy.start(

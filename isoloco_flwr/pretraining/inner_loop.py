@@ -32,6 +32,8 @@ class InnerReport:
     """Norm of the gradient over all parameters before clipping, mean over the steps taken."""
     tokens: int
     """Tokens read, those of skipped steps included."""
+    steps: int
+    """Inner steps that were done, those skipped included: H, or fewer where time ran out."""
     skipped_steps: int
     """Steps that were left out since their loss or gradient was not finite."""
     seconds: float
@@ -52,6 +54,7 @@ def run_inner_steps(
     micro_batch_size: int = 0,
     precision: str = "fp32",
     max_skipped_steps: int = 10,
+    max_seconds: float = math.inf,
 ) -> InnerReport:
     """Train a model for one round.
 
@@ -83,6 +86,9 @@ def run_inner_steps(
     max_skipped_steps : int
         A step whose loss or gradient is not finite is skipped: neither the model nor the optimizer
         changes. So many in a row are an error.
+    max_seconds : float
+        Wall-clock time: after the first, a step is begun only if it ends in time at the mean pace
+        of those before it. The learning rate is scheduled over H steps a round all the same.
 
     Raises
     ------
@@ -102,9 +108,11 @@ def run_inner_steps(
     started = time.perf_counter()
     losses: list[float] = []
     norms: list[float] = []
-    tokens = skipped_in_a_row = 0
+    tokens = skipped_in_a_row = done = 0
     batch = batches(first_step).to(device)
     for step in range(first_step, first_step + steps):
+        if done and (time.perf_counter() - started) * (done + 1) / done > max_seconds:
+            break
         factor = learning_rate_factor(
             step, total_steps, schedule=schedule, warmup_fraction=warmup_fraction
         )
@@ -114,6 +122,7 @@ def run_inner_steps(
         loss = _backward(model, batch, micro_batch_size or len(batch), in_bf16)
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         tokens += batch[:, 1:].numel()
+        done += 1
         if step + 1 < first_step + steps:
             batch = batches(step + 1).to(device)
         loss_value, norm_value = torch.stack((loss, norm)).tolist()
@@ -124,22 +133,21 @@ def run_inner_steps(
             skipped_in_a_row = 0
             continue
         skipped_in_a_row += 1
+        what, value = (
+            ("gradient", norm_value) if math.isfinite(loss_value) else ("training loss", loss_value)
+        )
+        problem = f"the {what} of inner step {step} is {value}"
         if skipped_in_a_row == min(max_skipped_steps, steps):
-            what, value = (
-                ("gradient", norm_value)
-                if math.isfinite(loss_value)
-                else ("training loss", loss_value)
-            )
-            raise FloatingPointError(
-                f"the {what} of inner step {step} is {value}: {skipped_in_a_row} steps in a row "
-                "had to be skipped"
-            )
+            break
+    if skipped_in_a_row and skipped_in_a_row in (max_skipped_steps, done):
+        raise FloatingPointError(f"{problem}: {skipped_in_a_row} steps in a row had to be skipped")
     return InnerReport(
         mean_loss=sum(losses) / len(losses),
         last_loss=losses[-1],
         mean_gradient_norm=sum(norms) / len(norms),
         tokens=tokens,
-        skipped_steps=steps - len(losses),
+        steps=done,
+        skipped_steps=done - len(losses),
         seconds=time.perf_counter() - started,
     )
 

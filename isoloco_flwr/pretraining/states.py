@@ -22,6 +22,10 @@ __all__ = ["RunStates", "app", "list_states", "states_folder"]
 
 app = typer.Typer(help="List and remove what workers remember of runs on this machine.")
 
+_Folder = Annotated[
+    Path | None, typer.Option("--folder", help="A site's own state-folder, in place of the usual.")
+]
+
 
 @dataclass(frozen=True)
 class RunStates:
@@ -44,15 +48,23 @@ def states_folder() -> Path:
     return cache_folder() / "workers"
 
 
-def list_states() -> list[RunStates]:
-    """Return what is there, the newest first."""
+def list_states(folder: Path | None = None) -> list[RunStates]:
+    """Return what is there, the newest first.
+
+    Parameters
+    ----------
+    folder : Path, optional
+        A site's own `state-folder`; None is `states_folder()`.
+    """
     runs = []
-    for folder in states_folder().glob("*/"):
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        rounds = [int(path.stem.removeprefix("round-")) for path in folder.rglob("round-*")]
+    for run in (folder or states_folder()).glob("*/"):
+        if not any(run.glob("worker-*/")):
+            continue
+        files = [path for path in run.rglob("*") if path.is_file()]
+        rounds = [int(path.stem.removeprefix("round-")) for path in run.rglob("round-*")]
         runs.append(
             RunStates(
-                folder=folder,
+                folder=run,
                 workers=len({path.parent for path in files}),
                 newest_round=max(rounds, default=0),
                 num_bytes=sum(path.stat().st_size for path in files),
@@ -63,25 +75,28 @@ def list_states() -> list[RunStates]:
 
 
 @app.command("list")
-def show() -> None:
+def show(folder: _Folder = None) -> None:
     """Show the runs, the newest first."""
     table = Table("run key", "workers", "round", "size", "last written")
-    for run in list_states():
+    for run in list_states(folder):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed))
         row = (str(run.workers), str(run.newest_round), decimal(run.num_bytes), when)
         table.add_row(run.folder.name, *row)
     console = Console()
     console.print(table)
-    console.print(f"in {states_folder()}; a run's config.json says its run-key", soft_wrap=True)
+    console.print(
+        f"in {folder or states_folder()}; a run's config.json says its run-key", soft_wrap=True
+    )
 
 
 @app.command()
 def remove(
     run_keys: Annotated[list[str] | None, typer.Argument(help="Run keys, as `list` shows.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Remove all runs' states.")] = False,
+    folder: _Folder = None,
 ) -> None:
     """Remove the states of runs; a run resumed after that starts its moments afresh."""
-    runs = {run.folder.name: run for run in list_states()}
+    runs = {run.folder.name: run for run in list_states(folder)}
     chosen = list(runs) if every else run_keys or []
     if not chosen:
         raise typer.BadParameter("allowed is one run key or more, or --all")

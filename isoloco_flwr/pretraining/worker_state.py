@@ -8,11 +8,18 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["WorkerStateError", "load_worker_state", "save_worker_state", "state_bytes"]
+__all__ = [
+    "WorkerStateError",
+    "age_state",
+    "load_worker_state",
+    "newest_state",
+    "save_worker_state",
+    "state_bytes",
+]
 
 FORMAT = "isoloco_flwr worker state 2"
 
@@ -74,8 +81,7 @@ def save_worker_state(
     }
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".part-", delete=False) as file:
         try:
-            file.write(save(tensors, metadata=metadata))
-            file.flush()
+            save_file(tensors, file.name, metadata=metadata)  # straight from the tensors' memory
             os.fsync(file.fileno())
             os.replace(file.name, _path(folder, round_number))
         except BaseException:  # a full disk must not be filled further by every round
@@ -140,6 +146,35 @@ def load_worker_state(folder: Path, optimizer: Optimizer, *, round_number: int) 
             raise WorkerStateError(f"{path} is the state of another model")
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     return True
+
+
+def newest_state(folder: Path, *, up_to: int) -> int:
+    """Return the newest round, `up_to` or an earlier one, after which a state was saved; else 0.
+
+    A later one was saved by a run that has gone back to an older checkpoint since.
+    """
+    rounds = (int(path.stem.removeprefix("round-")) for path in folder.glob("round-*.safetensors"))
+    return max((number for number in rounds if number <= up_to), default=0)
+
+
+def age_state(optimizer: Optimizer, steps: int) -> None:
+    """Let the moments of an optimizer decay as in so many steps without a gradient.
+
+    After `steps` steps with gradients of zero and a learning rate of zero the state is the same:
+    AdamW's moments decay by the powers of their betas and its count of steps, which corrects
+    their bias, goes on; Muon's momentum decays by the powers of its own. For a worker that was
+    absent, this lets new gradients outweigh those that were taken far from here, the sooner the
+    longer it was away, and its first updates are smaller than those of a fresh AdamW.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "exp_avg" in state:
+                for name, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True):
+                    state[name].mul_(beta**steps)
+                state["step"] += steps
+            elif "momentum_buffer" in state:
+                state["momentum_buffer"].mul_(group["momentum"] ** steps)
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:

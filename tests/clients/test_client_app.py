@@ -46,7 +46,7 @@ def ask(kind, worker, config, content=None, **node):
     return app(message, context(worker, config, **node)).content
 
 
-def train(worker, server_round, config, run_key):
+def train(worker, server_round, config, run_key, **node):
     """Train one worker for one round from weights that depend on the round alone."""
     model = build_model("demo", vocabulary_size=257, seed=server_round)
     content = RecordDict(
@@ -55,7 +55,7 @@ def train(worker, server_round, config, run_key):
             "config": ConfigRecord({"server-round": server_round, "run-key": run_key}),
         }
     )
-    answer = ask(MessageType.TRAIN, worker, config, content)
+    answer = ask(MessageType.TRAIN, worker, config, content, **node)
     return dict(answer["arrays"].to_torch_state_dict()), dict(answer["metrics"])
 
 
@@ -122,6 +122,7 @@ def test_the_answer_before_the_first_round_says_what_the_states_take():
     assert keep["state-bytes"] == 4 * 2 * 4 * parameters
     assert keep["free-bytes"] > 0
     assert ask(MessageType.QUERY, 1, {"inner.state": "reset"})["worker"]["state-bytes"] == 0
+    assert (keep["device"], keep["threads"]) == ("cpu", 1)
     other = ask(MessageType.QUERY, 0, {})["worker"]
     assert other["disk"] == keep["disk"]
 
@@ -130,7 +131,13 @@ def test_the_answer_before_the_first_round_says_what_the_states_take():
     ("config", "node", "named"),
     [
         ({}, {"partition-id": 7}, "partition-id = 7: allowed is 0 <= partition-id < 3"),
-        ({"data.partitioner": "natural"}, {}, "data-source = None"),
+        ({"data.partitioner": "natural"}, {}, "data-source = ''"),
+        (
+            {},
+            {"device": "cuda:7"},
+            "device = 'cuda:7': this process sees 0 GPUs, allowed is auto, cpu",
+        ),
+        ({}, {"state-folder": "/dev/null/states"}, "state-folder = '/dev/null/states'"),
         ({"model.preset": "5M"}, {}, "model.preset = '5M': allowed is one of demo, 3M"),
         ({"model.path": "/not/there"}, {}, "model.path"),
         ({"data.source": "/not/there"}, {}, "data.source = '/not/there'"),
@@ -139,3 +146,63 @@ def test_the_answer_before_the_first_round_says_what_the_states_take():
 def test_what_is_wrong_is_said_before_the_first_round(config, node, named):
     with pytest.raises(Exception, match=named):
         ask(MessageType.QUERY, 0, config, **node)
+
+
+def moved(arrays, server_round):
+    """Return how far a worker's parameters are from those that `train` sends."""
+    start = dict(model_tensors(build_model("demo", vocabulary_size=257, seed=server_round)))
+    return {name: arrays[name] - value for name, value in start.items()}
+
+
+def test_a_site_without_time_takes_one_step_and_says_so():
+    arrays, metrics = train(0, 1, {}, "slow", **{"max-seconds": 1e-6})
+    expected, _ = train(0, 1, {"num-server-rounds": 4, "inner.steps": 1}, "one step")
+    assert (metrics["inner-steps"], metrics["num-examples"]) == (1, 2)
+    assert all(torch.equal(arrays[name], value) for name, value in expected.items())
+    _, metrics = train(0, 1, {}, "quick", **{"max-seconds": 3600})
+    assert (metrics["inner-steps"], metrics["num-examples"]) == (2, 4)
+
+
+def test_a_site_keeps_its_states_in_its_own_folder(tmp_path):
+    folder = tmp_path / "mine"
+    train(1, 1, {}, "own-folder", **{"state-folder": str(folder)})
+    assert [path.name for path in folder.rglob("*.safetensors")] == ["round-000001.safetensors"]
+    _, metrics = train(1, 2, {}, "own-folder", **{"state-folder": str(folder)})
+    assert metrics["state-lost"] == 0
+
+
+def test_a_run_key_that_leads_elsewhere_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="allowed is the name of a folder"):
+        train(1, 1, {}, "../elsewhere", **{"state-folder": str(tmp_path / "mine")})
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_site_s_cap_only_lowers_the_micro_batch():
+    whole, _ = train(0, 1, {}, "whole")
+    parts, _ = train(0, 1, {"inner.micro-batch-size": 1}, "parts")
+    capped, _ = train(0, 1, {}, "capped", **{"max-batch-size": 1})
+    beyond, _ = train(0, 1, {"inner.micro-batch-size": 1}, "beyond", **{"max-batch-size": 9})
+    name = "lm_head.weight"
+    assert torch.equal(capped[name], parts[name])
+    assert torch.equal(beyond[name], parts[name])
+    assert not torch.equal(capped[name], whole[name])
+
+
+def test_a_state_of_an_older_round_is_used_aged_or_reset():
+    """Round 4 after an absence in rounds 2 and 3, from one and the same state of round 1."""
+    results = {}
+    for rule in ("use", "age", "reset"):
+        config = {"inner.stale-state": rule, "num-server-rounds": 4}
+        train(0, 1, config, rule)
+        results[rule], metrics = train(0, 4, config, rule)
+        assert (metrics["state-lost"], metrics["rounds-missed"]) == (0, 2)
+    afresh, metrics = train(0, 4, {"num-server-rounds": 4}, "nothing saved")
+    assert (metrics["state-lost"], metrics["rounds-missed"]) == (1, 0)
+    assert all(torch.equal(results["reset"][name], value) for name, value in afresh.items())
+    steps = {
+        rule: torch.cat([value.flatten() for value in moved(arrays, 4).values()])
+        for rule, arrays in results.items()
+    }
+    # Aged moments make smaller steps than fresh ones, and other ones than those left as they were.
+    assert steps["age"].norm() < 0.9 * steps["reset"].norm()
+    assert not torch.equal(steps["age"], steps["use"])

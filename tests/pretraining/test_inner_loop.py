@@ -1,6 +1,7 @@
 """Accumulation, skipped steps, precision and learning rates of the inner loop."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -183,3 +184,29 @@ def test_only_the_batches_of_the_round_are_read_each_once():
     report = run_inner_steps(model, optimizer, reading, first_step=4, steps=3, total_steps=20)
     assert read == [4, 5, 6]
     assert report.seconds > 0
+
+
+def test_a_round_ends_before_its_time_is_over():
+    read = []
+
+    def slow(step):
+        read.append(step)
+        time.sleep(0.2)
+        return batch(step)
+
+    model = demo()
+    optimizer = build_inner_optimizer("sgd", model, lr=1e-2)
+    report = run_inner_steps(
+        model, optimizer, slow, first_step=0, steps=50, total_steps=100, max_seconds=2.0
+    )
+    assert 1 <= report.steps < 10
+    assert report.seconds < 2.0 or report.steps == 1
+    assert report.tokens == report.steps * 4 * 16
+
+
+def test_time_that_runs_out_with_no_step_taken_is_an_error():
+    model = demo()
+    poison(model, {0}, math.nan)
+    optimizer = build_inner_optimizer("sgd", model, lr=1e-2)
+    with pytest.raises(FloatingPointError, match="inner step 0 is nan: 1 steps in a row"):
+        train(model, optimizer, max_seconds=1e-6)

@@ -45,3 +45,14 @@ def test_all_are_removed_only_when_asked_for():
 def test_a_key_that_is_not_there_removes_nothing(key):
     assert call("remove", "aaaa", key).exit_code != 0
     assert len(list_states()) == 2
+
+
+def test_a_site_s_own_folder_is_looked_at_and_nothing_else_in_it(tmp_path):
+    own = tmp_path / "own"
+    (own / "cccc" / "worker-0001").mkdir(parents=True)
+    (own / "cccc" / "worker-0001" / "round-000001.safetensors").write_bytes(b"x")
+    (own / "photographs").mkdir()
+    assert [run.folder.name for run in list_states(own)] == ["cccc"]
+    assert call("remove", "--all", "--folder", str(own)).exit_code == 0
+    assert sorted(path.name for path in own.iterdir()) == ["photographs"]
+    assert len(list_states()) == 2

@@ -1,5 +1,6 @@
 """A worker's optimizer state survives between rounds, and only as it was."""
 
+import copy
 import errno
 import os
 
@@ -11,7 +12,9 @@ from isoloco_flwr.pretraining.model import build_model
 from isoloco_flwr.pretraining.optimizers import build_inner_optimizer
 from isoloco_flwr.pretraining.worker_state import (
     WorkerStateError,
+    age_state,
     load_worker_state,
+    newest_state,
     save_worker_state,
 )
 
@@ -140,3 +143,32 @@ def test_a_full_disk_leaves_the_older_state_and_nothing_else(tmp_path, monkeypat
     assert files(tmp_path) == ["round-000001.safetensors"]
     _, optimizer = fresh()
     assert load_worker_state(tmp_path, optimizer, round_number=1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "sgd"])
+def test_age_is_what_steps_without_a_gradient_do(name):
+    model = build_model("demo", vocabulary_size=257, seed=0)
+    optimizer = build_inner_optimizer(name, model, lr=1e-3)
+    train(model, optimizer, 0, 2)
+    aged = build_inner_optimizer(name, model, lr=1e-3)
+    aged.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    age_state(aged, 5)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    expected, state = optimizer.state_dict()["state"], aged.state_dict()["state"]
+    assert state.keys() == expected.keys()
+    for index, values in expected.items():
+        assert state[index].keys() == values.keys()
+        for key, value in values.items():
+            if value is not None:
+                torch.testing.assert_close(state[index][key], value)
+
+
+def test_the_newest_state_up_to_a_round_is_found(tmp_path):
+    assert newest_state(tmp_path / "nothing", up_to=9) == 0
+    saved(tmp_path, [2, 3, 7], keep_from=1)
+    assert [newest_state(tmp_path, up_to=number) for number in (1, 2, 6, 7, 9)] == [0, 2, 3, 7, 7]
