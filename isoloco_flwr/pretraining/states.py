@@ -61,11 +61,12 @@ def list_states(folder: Path | None = None) -> list[RunStates]:
         if not any(run.glob("worker-*/")):
             continue
         files = [path for path in run.rglob("*") if path.is_file()]
-        rounds = [int(path.stem.removeprefix("round-")) for path in run.rglob("round-*")]
+        states = list(run.rglob("round-*"))
+        rounds = [int(path.stem.removeprefix("round-")) for path in states]
         runs.append(
             RunStates(
                 folder=run,
-                workers=len({path.parent for path in files}),
+                workers=len({path.parent for path in states}),
                 newest_round=max(rounds, default=0),
                 num_bytes=sum(path.stat().st_size for path in files),
                 changed=max([path.stat().st_mtime for path in files], default=0.0),

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,7 +67,7 @@ def save_worker_state(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".part-*"):  # by a process that was killed
-        left.unlink(missing_ok=True)
+        shutil.rmtree(left, ignore_errors=True)
     tensors = {
         f"{index}.{name}": value
         for index, state in optimizer.state_dict()["state"].items()
@@ -79,14 +80,14 @@ def save_worker_state(
         "optimizer": type(optimizer).__name__,
         "sha256": _digest(tensors),
     }
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".part-", delete=False) as file:
-        try:
-            save_file(tensors, file.name, metadata=metadata)  # straight from the tensors' memory
+    # A folder, since save_file, which writes straight from the tensors' memory, makes a temporary
+    # file of its own. It goes whatever happens: a full disk must not be filled by every round.
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as part:
+        whole = Path(part) / "state"
+        save_file(tensors, whole, metadata=metadata)
+        with whole.open("r+b") as file:
             os.fsync(file.fileno())
-            os.replace(file.name, _path(folder, round_number))
-        except BaseException:  # a full disk must not be filled further by every round
-            os.unlink(file.name)
-            raise
+        os.replace(whole, _path(folder, round_number))
     oldest = round_number - 1 if keep_from is None else min(keep_from, round_number - 1)
     for path in folder.glob("round-*.safetensors"):
         number = int(path.stem.removeprefix("round-"))

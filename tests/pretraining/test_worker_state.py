@@ -172,3 +172,26 @@ def test_the_newest_state_up_to_a_round_is_found(tmp_path):
     assert newest_state(tmp_path / "nothing", up_to=9) == 0
     saved(tmp_path, [2, 3, 7], keep_from=1)
     assert [newest_state(tmp_path, up_to=number) for number in (1, 2, 6, 7, 9)] == [0, 2, 3, 7, 7]
+
+
+def test_what_a_killed_process_left_goes_with_the_next_state(tmp_path):
+    left = tmp_path / ".part-killed"
+    left.mkdir()
+    (left / "half").write_bytes(b"x" * 1000)
+    saved(tmp_path, [1])
+    assert files(tmp_path) == ["round-000001.safetensors"]
+
+
+def test_the_file_that_stays_is_the_one_that_was_flushed_to_the_disk(tmp_path, monkeypatch):
+    flushed = []
+    flush = os.fsync
+
+    def noting(descriptor):
+        flushed.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        flush(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", noting)
+        saved(tmp_path, [1])
+    found = (tmp_path / "round-000001.safetensors").stat()
+    assert flushed == [(found.st_ino, found.st_size)]
