@@ -94,13 +94,15 @@ def _check_disk(state: Path) -> Finding:
 
 
 def _check_device(device: str) -> Finding:
+    if device == "cpu":
+        return Finding("device", True, "cpu")
     if find_spec("torch") is None:
         return Finding("device", False, "torch is not installed: pip install '.[pretraining]'")
     import torch  # takes seconds
 
     count = torch.cuda.device_count()
     gpus = [f"cuda:{index}" for index in range(count)]
-    if device not in ("auto", "cpu", *gpus, *(["cuda"] if gpus else [])):
+    if device not in ("auto", *gpus, *(["cuda"] if gpus else [])):
         there = ", ".join(f"{gpu} ({torch.cuda.get_device_name(gpu)})" for gpu in gpus)
         text = f"device {device!r}: torch sees {there or 'no GPU'} here, allowed is auto, cpu"
         return Finding("device", False, ", ".join([text, *gpus]))

@@ -107,7 +107,7 @@ def flower_home(state: Path) -> Path:
 
 
 def flower_environment(state: Path, outer: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what Flower's programs need to find: one another, and their own folder."""
+    """Return what Flower's programs need: one another, and a folder for all they keep."""
     programs = str(Path(sys.executable).parent)
     quiet = {
         name: outer.get(name, value)
@@ -116,6 +116,7 @@ def flower_environment(state: Path, outer: Mapping[str, str] = os.environ) -> di
     return {
         **quiet,
         "FLWR_HOME": str(flower_home(state)),
+        "ISOLOCO_CACHE": str(state),
         "PATH": f"{programs}{os.pathsep}{outer.get('PATH', '')}",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -44,7 +44,7 @@ def node_config(site: Site) -> dict[str, str | int | float]:
         "partition-id": site.place,
         "num-partitions": site.sites,
         "data-source": site.data,
-        "state-folder": str(site.state.absolute()),
+        "state-folder": str(site.state.absolute() / "workers"),
     }
     if site.device != "auto":
         config["device"] = site.device
@@ -61,7 +61,6 @@ def start_site(site: Site) -> None:
     state = site.state.absolute()
     environment = flower_environment(state)
     flower_home(state).mkdir(parents=True, exist_ok=True)
-    environment["ISOLOCO_CACHE"] = os.environ.get("ISOLOCO_CACHE") or str(state / "cache")
     config_file = state / "node-config.toml"
     config_file.write_text(tomli_w.dumps(node_config(site)))
     command = [
