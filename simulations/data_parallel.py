@@ -110,7 +110,6 @@ def train_data_parallel(run_config: Mapping[str, Any]) -> None:
         model=model,
         held_out=tokens.held_out,
         context=context,
-        worker_batch_size=settings.global_batch_size,
         metrics_file=folder / "metrics.jsonl",
     )
     optimizer = build_inner_optimizer(
@@ -149,6 +148,8 @@ def train_data_parallel(run_config: Mapping[str, Any]) -> None:
         newest.train_metrics = {
             "train-loss": report.mean_loss,
             "replies-used": 1,
+            "num-examples": inner.steps * settings.global_batch_size,
+            "inner-steps": inner.steps,
             "skipped-steps": report.skipped_steps,
             "epochs": stream.epochs(number * inner.steps, settings.global_batch_size),
             "train-seconds": report.seconds,
