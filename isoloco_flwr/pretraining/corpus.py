@@ -67,7 +67,7 @@ class TextFiles:
         Raises
         ------
         CorpusError
-            If a file cannot be read as UTF-8, or a part is not what the checksum says.
+            If a file cannot be read, or not as UTF-8, or a part is not what the checksum says.
         """
         checksum = hashlib.sha256()
         for file in self.parts[part]:
@@ -76,10 +76,13 @@ class TextFiles:
                     yield from _pieces(file, self.piece_size)
                     continue
                 data = file.path.read_bytes()
-                checksum.update(file.name.encode() + b"\0" + data + b"\0")
+                if self.sha256:
+                    checksum.update(file.name.encode() + b"\0" + data + b"\0")
                 yield Document(file.name, data.decode("utf-8"), file.label)
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{file.path} is not UTF-8 text: {error}") from error
+            except OSError as error:
+                raise CorpusError(f"{file.path} cannot be read: {error}") from error
         if self.sha256 not in (None, checksum.hexdigest()):
             raise CorpusError(
                 f"the corpus has the SHA-256 {checksum.hexdigest()}, expected is {self.sha256}"

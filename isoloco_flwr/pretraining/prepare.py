@@ -168,7 +168,7 @@ def _one_line_errors(console: Console) -> Iterator[None]:
     """End with status 1 and one line where the input is wrong."""
     try:
         yield
-    except (CorpusError, TokenizerError) as error:
+    except (CorpusError, TokenizerError, OSError) as error:  # OSError: of the output's disk
         console.print(f"error: {error}", style="red", highlight=False, markup=False)
         raise typer.Exit(1) from error
 

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,8 +83,8 @@ def build(
     Raises
     ------
     CorpusError
-        If the source cannot be read, has no document to train on or none to hold out, or
-        `folder.unfinished` was made from something else.
+        If the source cannot be read, has no document to train on or none to hold out,
+        `folder.unfinished` was made from something else, or a process was ended.
     TokenizerError
         If a token is beyond the vocabulary.
     """
@@ -171,8 +172,8 @@ def _tokenize(
         initializer=_start_worker,
         initargs=(source, tokenizer.name, work, stop_after),
     )
-    with pool:
-        waiting: deque[Future[Path]] = deque()
+    waiting: deque[Future[Path]] = deque()
+    try:
         while not enough():
             # Some more than there are processes, so that none waits for a slow first part.
             while len(waiting) < 4 * processes and len(done) + len(waiting) < count:
@@ -180,8 +181,15 @@ def _tokenize(
             wait([waiting[0]], timeout=0.5)
             if waiting[0].done():
                 close(waiting.popleft().result())
-            unfinished = sum(_size(path) for path in work.glob("*.part/*[nt].bin"))
-            on_progress(Progress(len(done), count, tokens + unfinished // tokenizer.dtype.itemsize))
+            begun = sum(_size(path) for path in work.glob("*.part/*[nt].bin"))
+            on_progress(Progress(len(done), count, tokens + begun // tokenizer.dtype.itemsize))
+    except BrokenProcessPool as error:
+        raise CorpusError(
+            f"a process ended by itself, perhaps for want of memory: {work} keeps the parts that "
+            f"are done, and the same goes on from there; allowed are fewer than {processes} "
+            "processes too"
+        ) from error
+    finally:
         pool.shutdown(cancel_futures=True)
     return done
 
@@ -216,12 +224,12 @@ def _write_part(
     folder = work / f"{index:07d}"
     if folder.exists():
         return folder
-    unfinished = folder.with_suffix(".part")
-    unfinished.mkdir()
+    begun = folder.with_suffix(".part")
+    begun.mkdir()
     labels: dict[str, int] = {}
     tokens = 0
     names = ("train", "held-out", "documents", "labels")
-    files = {name: (unfinished / f"{name}.bin").open("wb") for name in names}
+    files = {name: (begun / f"{name}.bin").open("wb") for name in names}
     try:
         for batch in _batches(source.documents(index)):
             encoded = tokenizer.encode_batch([document.text for document in batch])
@@ -244,8 +252,12 @@ def _write_part(
     finally:
         for file in files.values():
             file.close()
-    (unfinished / "labels.json").write_text(json.dumps(list(labels)))
-    os.replace(unfinished, folder)
+    # On the disk as well before the folder's name says that all is there.
+    with (begun / "labels.json").open("w") as names_file:
+        json.dump(list(labels), names_file)
+        names_file.flush()
+        os.fsync(names_file.fileno())
+    os.replace(begun, folder)
     return folder
 
 
