@@ -57,12 +57,13 @@ def write_report(
     final_names = {run.name for run in final_runs(scale, losses)[0]}
     tuning_names = {run.name for run in tuning_runs(scale)}
     view = View(experiment, scale, [run for run in outcomes if run.run in final_names])
+    tuned = scale.tune is not None
     sections = [
         loss_section(view),
         degradation_section(view),
         curve_section(view, "tokens"),
         curve_section(view, "bytes"),
-        tuning_section(view, [run for run in outcomes if run.run in tuning_names]),
+        *([tuning_section(view, [o for o in outcomes if o.run in tuning_names])] if tuned else []),
         *diagnostics_sections(view),
         time_section(view),
     ]

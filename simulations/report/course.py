@@ -146,8 +146,6 @@ def tuning_section(view: View, tuning: Sequence[Outcome]) -> Section:
         for key, panel in panels
     ]
     text = "Every grid that was tried before the comparison; the best of each is what is compared."
-    if not tuning:
-        text = "This experiment tunes nothing: its values are those of its file."
     return Section("Tuning", text, pictures, table)
 
 
