@@ -12,6 +12,9 @@ __all__ = ["StreamingGrid"]
 
 _SHORTEST_WAIT = 0.05
 _LONGEST_WAIT = 1.0
+_ASKING_SHARE = 0.05
+"""Share of the time that may go into asking for replies that are not there: few are asked for
+often, so that the last of a round is not noticed late, and many seldom."""
 
 
 class StreamingGrid(Grid):
@@ -83,18 +86,18 @@ class StreamingGrid(Grid):
         return self._receive(message_ids, deadline)
 
     def _receive(self, message_ids: list[str], deadline: float | None) -> Iterator[Message]:
-        wait = _SHORTEST_WAIT
         while message_ids:
             missing = []
+            in_vain = 0.0
             for message_id in message_ids:
+                asked = time.monotonic()
                 # One at a time: a reply is freed before the next is fetched.
                 replies = list(self.pull_messages([message_id]))
                 if not replies:
                     missing.append(message_id)
+                    in_vain += time.monotonic() - asked
                 yield from replies
-            wait = (
-                _SHORTEST_WAIT if len(missing) < len(message_ids) else min(2 * wait, _LONGEST_WAIT)
-            )
+            wait = min(max(_SHORTEST_WAIT, in_vain / _ASKING_SHARE), _LONGEST_WAIT)
             message_ids = missing
             if not message_ids:
                 return

@@ -77,6 +77,26 @@ def test_after_the_time_limit_nothing_is_fetched():
     assert grid.pulled == [101]
 
 
+def test_the_last_reply_is_noticed_soon():
+    grid = SlowGrid([1.6])
+    assert nodes(StreamingGrid(grid).send_and_receive(questions(1))) == [101]
+    assert time.monotonic() - grid.started < 1.6 + 0.5
+
+
+def test_a_server_that_is_slow_to_say_no_is_asked_seldom():
+    class Busy(SlowGrid):
+        asked = 0
+
+        def pull_messages(self, message_ids):
+            self.asked += 1
+            time.sleep(0.02)
+            return super().pull_messages(message_ids)
+
+    grid = Busy([1.5] * 5)
+    assert len(nodes(StreamingGrid(grid).send_and_receive(questions(5)))) == 5
+    assert grid.asked <= 3 * 5  # at once, after a second, and after another
+
+
 def test_nothing_sent_is_nothing_awaited():
     assert nodes(StreamingGrid(SlowGrid([])).send_and_receive([], timeout=None)) == []
 
