@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import mean, median
@@ -27,6 +28,7 @@ from isoloco_flwr.pretraining.corpus import open_source
 from isoloco_flwr.pretraining.model import MODEL_PRESETS, build_model
 from isoloco_flwr.pretraining.tokenizer import train_bpe
 from simulations.flower import local_superlink
+from simulations.guard import guarded
 
 AIM = 0.9
 """Share of the plain loop's speed that a `flwr run` with 8 workers is to reach."""
@@ -65,20 +67,25 @@ def plain_seconds(setup: Setup, rounds: int) -> list[float]:
         setup.loop(range(process, setup.workers, setup.processes), rounds)
         for process in range(setup.processes)
     ]
-    processes = [
-        subprocess.Popen(
-            [*command, json.dumps(asdict(loop))],
-            env={**os.environ, "OMP_NUM_THREADS": str(setup.threads)},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for loop in loops
-    ]
-    outputs = [process.communicate()[0] for process in processes]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(setup.threads)}
+    with ExitStack() as stack:
+        # In sessions of their own, as Flower's are: Linux shares processors out among sessions.
+        processes = [
+            stack.enter_context(
+                guarded(
+                    [*command, json.dumps(asdict(loop))],
+                    environment=environment,
+                    folder=ROOT,
+                    log=subprocess.PIPE,
+                )
+            )
+            for loop in loops
+        ]
+        outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
-        raise SystemExit("the plain loop failed")
-    return [max(seconds) for seconds in zip(*map(json.loads, outputs), strict=True)]
+        raise SystemExit("\n".join([*outputs, "the plain loop failed"]))
+    rounds_of = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return [max(seconds) for seconds in zip(*rounds_of, strict=True)]
 
 
 def measure(setup: Setup, app: Path, scratch: Path, rounds: int) -> tuple[list[float], list[Round]]:
