@@ -98,34 +98,37 @@ def _main(pipe: int, command: list[str]) -> int:
 
 def _end_all(process: "subprocess.Popen[bytes]", mark: bytes) -> None:
     """Ask all processes of the command to end, and insist after a while."""
+    group_lives = True
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal_number)
+        group_lives = group_lives and _signal_group(process.pid, signal_number)
         for number in _marked(mark):
             with suppress(ProcessLookupError):
                 os.kill(number, signal_number)
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
-            if process.poll() is not None and not _group_lives(process.pid) and not _marked(mark):
+            ended = process.poll() is not None
+            # Once it has ended, the group's number may become a stranger's.
+            group_lives = group_lives and _signal_group(process.pid, 0)
+            if ended and not group_lives and not any(_marked(mark)):
                 return
             time.sleep(0.1)
 
 
-def _group_lives(group: int) -> bool:
+def _signal_group(group: int, signal_number: int) -> bool:
+    """Signal a process group; tell whether there is one of ours."""
     try:
-        os.killpg(group, 0)
+        os.killpg(group, signal_number)
     except (ProcessLookupError, PermissionError):
         return False
     return True
 
 
-def _marked(mark: bytes) -> list[int]:
-    found = []
+def _marked(mark: bytes) -> Iterator[int]:
+    """Yield the processes with a mark, each as soon as it is found."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                yield int(folder.name)
 
 
 if __name__ == "__main__":

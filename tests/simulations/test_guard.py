@@ -1,11 +1,14 @@
-"""What a killed owner has started ends with it."""
+"""What a killed owner has started ends with it, and nothing else does."""
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from simulations.guard import guarded
 
 OWNER = """
 import os, sys, time
@@ -27,6 +30,8 @@ with guarded([sys.executable, "-c", command], environment=os.environ, folder=Pat
     time.sleep(300)
 """
 
+SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
+
 
 def wait_for(condition):
     deadline = time.monotonic() + 60
@@ -43,9 +48,9 @@ def lives(process_id: int) -> bool:
 
 
 def test_all_ends_with_a_killed_owner_before_the_lock_is_free(tmp_path):
-    import fcntl
-
     told, lock = tmp_path / "child", tmp_path / "lock"
+    # The same command in the same folder, but not the owner's.
+    stranger = subprocess.Popen(SLEEP, start_new_session=True)
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(told), str(lock)])
     wait_for(lambda: told.exists() and told.read_text())
     child = int(told.read_text())
@@ -55,3 +60,22 @@ def test_all_ends_with_a_killed_owner_before_the_lock_is_free(tmp_path):
     with lock.open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
     assert not lives(child)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+def test_one_guard_leaves_the_processes_of_another_alone(tmp_path):
+    arguments = {"environment": os.environ, "folder": tmp_path, "log": subprocess.DEVNULL}
+    with guarded(SLEEP, **arguments) as other:
+        with guarded(SLEEP, **arguments) as first:
+            assert first.poll() is None
+        assert first.poll() is not None
+        assert other.poll() is None
+
+
+def test_the_guard_has_the_exit_code_of_its_command(tmp_path):
+    command = [sys.executable, "-c", "import sys; print('said'); sys.exit(3)"]
+    with guarded(command, environment=os.environ, folder=tmp_path, log=subprocess.PIPE) as process:
+        said, _ = process.communicate(timeout=60)
+    assert (said, process.returncode) == ("said\n", 3)
