@@ -27,6 +27,7 @@ from isoloco_flwr.aggregation import (
     check_weight,
 )
 from isoloco_flwr.engine import BUFFERS, Orthogonalize, OuterEngine, SkippedRoundError
+from isoloco_flwr.merging import METHODS
 from isoloco_flwr.presets import PRESETS
 from isoloco_flwr.records import npy_from_tensor, tensor_from_npy
 
@@ -125,6 +126,7 @@ average_only, exclude, min_train_replies, device, scratch_dir, seed
             raise RuntimeError("aggregate_fit was called before configure_fit")
         if failures and not self.accept_failures:
             return None, {}
+        self._refuse_a_sum(results)
         used: list[FitRes] = []
         replies: list[tuple[int, Reply | None]] = []
         for position, (client, result) in enumerate(sorted(results, key=lambda pair: pair[0].cid)):
@@ -150,6 +152,19 @@ average_only, exclude, min_train_replies, device, scratch_dir, seed
         metrics["replies-used"] = len(used)
         metrics["replies-rejected"] = len(results) - len(used) + len(failures)
         return parameters, metrics
+
+    def _refuse_a_sum(self, results: list[tuple[ClientProxy, FitRes]]) -> None:
+        """Raise if a merge that needs each client's own result gets what Flower's SecAgg leaves.
+
+        Its workflows put one object, the weighted mean, into all results.
+        """
+        summed = len(results) > 1 and len({id(result.parameters) for _, result in results}) == 1
+        if summed and self.engine.merge.from_mean is None:
+            raise ValueError(
+                f"merge={self.engine.merge.name!r} needs each client's own result, and secure "
+                "aggregation gives their mean: allowed is "
+                + ", ".join(name for name, method in METHODS.items() if method.from_mean)
+            )
 
     def _check(self, result: FitRes) -> Reply:
         assert self._sent is not None

@@ -23,6 +23,7 @@ __all__ = [
     "DataSettings",
     "EvaluationSettings",
     "InnerSettings",
+    "MetricsSettings",
     "ModelSettings",
     "RunSettings",
     "SettingsError",
@@ -203,6 +204,16 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsSettings:
+    """The run's numbers for Prometheus, see `server_app.health`."""
+
+    port: int = setting(at_least=0, below=2**16)
+    """TCP port that answers GET; 0 has none."""
+    host: str = setting()
+    """Address to listen on; there is no password, so others than loopback are for closed nets."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """Everything that decides a run."""
 
@@ -216,6 +227,10 @@ class RunSettings:
     """Decides initial weights, batches and sampling."""
     resume: bool = setting()
     """Whether to go on from the newest checkpoint in `output_dir`."""
+    min_sites: int = setting(at_least=0)
+    """Sites that a round needs, both to start and as good replies; 0: all to start, one reply."""
+    round_timeout: float = setting(above=0)
+    """Seconds after which a round goes on with the replies that are there."""
     checkpoint: CheckpointSettings
     """Group `checkpoint.*`."""
     strategy: StrategySettings
@@ -228,6 +243,8 @@ class RunSettings:
     """Group `data.*`."""
     evaluation: EvaluationSettings
     """Group `evaluation.*`."""
+    metrics: MetricsSettings
+    """Group `metrics.*`."""
 
     @property
     def total_inner_steps(self) -> int:

@@ -67,6 +67,13 @@ class _Round:
     num_bytes: int
     """Bytes of parameters sent to all nodes together."""
 
+    def node_asked(self, message_id: str, otherwise: int) -> int:
+        """Return the node that a message was sent to."""
+        for node_id, (_, question) in self.questions.items():
+            if question.message_id == message_id:
+                return node_id
+        return otherwise
+
 
 @dataclass
 class _Tally:
@@ -246,6 +253,8 @@ class MergeStrategy(FedAvg):
         """Metrics of the newest round, for an `evaluate_fn` that writes them down."""
         self._round: _Round | None = None
         self._checkpointed: int | None = None
+        self._message_seconds: float | None = None
+        """How long a message lives, Flower's default if None."""
 
     def summary(self) -> None:
         """Log summary configuration of the strategy."""
@@ -320,6 +329,8 @@ class MergeStrategy(FedAvg):
             if value < 1:
                 raise ValueError(f"{name}={value}: allowed is a number >= 1")
         self._checkpointed = None if folder is None else 0
+        # As long as a round: a node that was away must not work through the rounds it has missed.
+        self._message_seconds = timeout
         arrays, done = self._resume(folder, initial_arrays, resume, allow_changed_settings)
         train_config = ConfigRecord() if train_config is None else train_config
         evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config
@@ -557,7 +568,15 @@ class MergeStrategy(FedAvg):
             # Workers that keep state of their own keep that of this round, for a resume.
             config["checkpoint-round"] = self._checkpointed
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
-        return list(self._construct_messages(record, list(nodes.values()), message_type))
+        return [
+            Message(
+                content=record,
+                dst_node_id=node_id,
+                message_type=message_type,
+                ttl=self._message_seconds,
+            )
+            for node_id in nodes.values()
+        ]
 
     def _checked(
         self, this_round: _Round, replies: Iterable[Message], tally: "_Tally"
@@ -565,6 +584,8 @@ class MergeStrategy(FedAvg):
         """Check each reply on its own; yield its position and, if it is good, the reply."""
         for message in replies:
             node_id = message.metadata.src_node_id
+            if message.has_error():  # it may come from the SuperLink, for a node that is gone
+                node_id = this_round.node_asked(message.metadata.reply_to_message_id, node_id)
             position, question = this_round.questions.get(node_id, (-1, None))
             reply = None
             try:

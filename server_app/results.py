@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 
 import isoloco_flwr
 from isoloco_flwr.checkpoint import ChangedSettingsError, check_same_settings
-from isoloco_flwr.settings import SettingsError
+from isoloco_flwr.fields import SettingsError
 
 __all__ = ["draw_loss", "open_output_folder", "open_run", "save_model", "versions"]
 
 
-_NOT_DECIDING = {"output-dir", "resume", "strategy.diagnostics"}
+_NOT_DECIDING = ("output-dir", "resume", "round-timeout", "strategy.diagnostics")
+_NOT_DECIDING_GROUPS = ("checkpoint.", "metrics.")
 
 
 class SavedTokenizer(Protocol):
@@ -116,9 +117,7 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
     deciding = {key: config[key] for key in ("num-workers", "num-parameters")}
     deciding["data"] = {side: config["data"][side]["sha256"] for side in ("train", "held-out")}
     for key, value in config["run-config"].items():
-        if key not in {"output-dir", "resume", "strategy.diagnostics"} and not key.startswith(
-            "checkpoint."
-        ):
+        if key not in _NOT_DECIDING and not key.startswith(_NOT_DECIDING_GROUPS):
             deciding[key] = value
     return deciding
 

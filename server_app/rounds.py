@@ -19,6 +19,7 @@ from isoloco_flwr.pretraining.model import load_tensors
 from isoloco_flwr.records import tensors_from_record
 from isoloco_flwr.settings import RunSettings
 from isoloco_flwr.strategy import MergeStrategy
+from server_app.health import Health
 
 __all__ = ["Rounds"]
 
@@ -59,6 +60,8 @@ class Rounds:
         Tokens of a sequence.
     metrics_file : Path
         File that the lines are appended to.
+    health : Health, optional
+        Who is told of each line.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Rounds:
         held_out: NDArray[np.integer],
         context: int,
         metrics_file: Path,
+        health: Health | None = None,
     ) -> None:
         self.rows = _read_rows(metrics_file)
         self._settings = settings
@@ -78,6 +82,7 @@ class Rounds:
         self._held_out = held_out
         self._context = context
         self._metrics_file = metrics_file
+        self._health = health
         self._scalars: SummaryWriter | None = None
         self._started = time.perf_counter()
 
@@ -106,6 +111,8 @@ class Rounds:
         with self._metrics_file.open("a") as file:
             file.write(json.dumps(row) + "\n")
         self._write_scalars(row)
+        if self._health:
+            self._health.update(row)
         log(
             INFO,
             "Round %d of %d: held-out loss %s, training loss %s, %.2f M tokens, %.1f s",

@@ -22,10 +22,11 @@ from isoloco_flwr.pretraining.tokens import load_tokens
 from isoloco_flwr.records import record_from_tensors, tensors_from_record
 from isoloco_flwr.settings import parse_settings
 from isoloco_flwr.strategy import MergeStrategy
+from server_app.health import Health
 from server_app.results import draw_loss, open_output_folder, open_run, save_model, versions
 from server_app.rounds import Rounds
+from server_app.sites import Sites
 from server_app.worker_metrics import aggregate_worker_metrics
-from server_app.workers import meet_workers
 
 app = ServerApp()
 
@@ -55,12 +56,15 @@ def main(grid: Grid, context: Context) -> None:
     model.to(device)  # type: ignore[arg-type]
     context_tokens = context_length(model, settings.model.context)
     folder = open_output_folder(settings.output_dir, context.run_id, resume=settings.resume)
-    num_workers = meet_workers(grid)
+    health = Health(settings.metrics) if settings.metrics.port else None
+    sites = Sites(grid, min_sites=settings.min_sites)
+    num_workers = sites.meet()
     worker_batch_size = settings.worker_batch_size(num_workers)
     strategy = MergeStrategy(
         fraction_evaluate=0.0,
-        min_train_nodes=num_workers,
-        min_available_nodes=num_workers,
+        min_train_nodes=settings.min_sites or num_workers,
+        min_available_nodes=settings.min_sites or num_workers,
+        min_train_replies=settings.min_sites or 1,
         train_metrics_aggr_fn=aggregate_worker_metrics,
         seed=settings.seed,
         device=device,
@@ -91,11 +95,13 @@ def main(grid: Grid, context: Context) -> None:
         held_out=tokens.held_out,
         context=context_tokens,
         metrics_file=folder / "metrics.jsonl",
+        health=health,
     )
     result = strategy.start(
-        grid,
+        sites,
         record_from_tensors(model_tensors(model)),
         num_rounds=settings.num_server_rounds,
+        timeout=settings.round_timeout,
         train_config=ConfigRecord({"run-key": run_key}),
         evaluate_fn=rounds.close,
         checkpoint_dir=folder / "checkpoints",

@@ -139,6 +139,25 @@ def test_a_bad_result_leaves_no_trace(bad):
     assert outcomes[1][1]["replies-rejected"] == 1
 
 
+@pytest.mark.parametrize(
+    ("merge", "accepts"),
+    [("mean", 1), ("iso_c", 1), ("iso_cts", 0), ("tsv", 0), ("ties", 0), ("dare", 0)],
+)
+def test_a_securely_aggregated_mean_is_refused_where_single_results_are_needed(merge, accepts):
+    strategy = MergeStrategy(merge=merge)
+    strategy.configure_fit(1, ndarrays_to_parameters(arrays(random_model(0))), manager())
+    one_for_all = result(random_model(1)).parameters
+    results = [(client, result(random_model(0))) for client in CLIENTS]
+    for _, each in results:  # as Flower's workflows do
+        each.parameters = one_for_all
+    if accepts:
+        parameters, _ = strategy.aggregate_fit(1, results, [])
+        assert parameters is not None
+    else:
+        with pytest.raises(ValueError, match=f"'{merge}' needs each client's own.*mean, iso_c"):
+            strategy.aggregate_fit(1, results, [])
+
+
 def test_a_round_without_good_results_is_skipped():
     strategy = IsoLoCo()
     strategy.configure_fit(1, ndarrays_to_parameters(arrays(random_model(0))), manager())
