@@ -11,8 +11,8 @@ demo: $(READY)  ## Train a small Llama with IsoLoCo on 8 virtual clients: make d
 	$(BIN)/python -m simulations.demo --strategy $(STRATEGY)
 
 simulate: $(READY)  ## DiLoCo and IsoLoCo on 4 and 16 workers beside data-parallel training, and a report
-	$(BIN)/python -m simulations run quick
-	$(BIN)/python -m simulations report quick
+	$(BIN)/python -m simulations run quick --anew
+	$(BIN)/python -m simulations report quick --anew
 
 test: lint  ## Lint, then all tests but those that need a GPU or many minutes
 	@command -v chromium > /dev/null || echo 'No chromium here: the report is not looked at in a browser'
@@ -35,5 +35,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, PYTHON=... names one")'
 	$(PYTHON) -m venv $(VENV)
 	@echo 'Installing what is needed into $(VENV) (once; a few minutes) ...'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[simulation,pretraining,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[simulation,pretraining,metrics,dev]'
 	touch $@

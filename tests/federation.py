@@ -9,7 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -70,10 +70,12 @@ class Federation:
             ],
         )
 
-    def run(self, run_config: Mapping[str, object], name: str = "run") -> "subprocess.Popen[str]":
+    def run(
+        self, run_config: Mapping[str, object], name: str = "run", app: Path = ROOT
+    ) -> "subprocess.Popen[str]":
         """Start `flwr run --stream`; its output goes to NAME.log."""
         words = [f"{key}={toml(value)}" for key, value in run_config.items()]
-        command = ["flwr", "run", str(ROOT), "here", "--stream", "--run-config", " ".join(words)]
+        command = ["flwr", "run", str(app), "here", "--stream", "--run-config", " ".join(words)]
         return self._start(name, command)
 
     def log(self, name: str) -> str:
@@ -206,7 +208,7 @@ def is_healthy(port: int) -> bool:
         return False
 
 
-def wait_for(condition, seconds: float, what: str) -> None:
+def wait_for(condition: Callable[[], object], seconds: float, what: str) -> None:
     """Wait until something holds; fail saying what it was."""
     deadline = time.monotonic() + seconds
     while not condition():

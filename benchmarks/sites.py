@@ -1,0 +1,145 @@
+"""Sites as real processes on loopback: a model of 600 MB, and 24 sites at once.
+
+`python -m benchmarks.sites large` sends 600 MB to two sites and back for one round;
+`python -m benchmarks.sites many [--sites 24] [--rounds 5]` sends 1 MB to many sites for some
+rounds and looks at the SuperLink's memory after each. The clients send back what they were sent.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.report import write
+from tests.federation import MARK, Federation, processes, wait_for
+
+PYPROJECT = """
+[project]
+name = "echo"
+version = "0.0.1"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "benchmark"
+
+[tool.flwr.app.components]
+serverapp = "echo.server:app"
+clientapp = "echo.client:app"
+
+[tool.flwr.app.config]
+sites = 2
+rounds = 1
+arrays = 1
+"""
+
+CLIENT = """
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    content = RecordDict(
+        {"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})}
+    )
+    return Message(content, reply_to=message)
+"""
+
+SERVER = """
+import torch
+from flwr.app import ArrayRecord, Context
+from flwr.serverapp import Grid, ServerApp
+from isoloco_flwr import LocalSGD
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    config = context.run_config
+    # 2.5 M parameters, 10 MB, in each array; or a tenth of that if there is only one.
+    rows = 2500 if config["arrays"] > 1 else 250
+    model = {f"layer{n}.weight": torch.randn(rows, 1000) for n in range(config["arrays"])}
+    sites = config["sites"]
+    strategy = LocalSGD(fraction_evaluate=0.0, min_train_nodes=sites, min_available_nodes=sites)
+    strategy.start(grid, ArrayRecord(model), num_rounds=config["rounds"])
+"""
+
+
+_ENDED = "aggregate_train: Used"
+
+
+def begun(federation: Federation) -> bool:
+    """Return whether the first round has been sent out."""
+    return "configure_train" in federation.log("run")
+
+
+def ended(federation: Federation) -> int:
+    """Return how many rounds are over."""
+    return federation.log("run").count(_ENDED)
+
+
+def memory(federation: Federation, program: str) -> float:
+    """Return the megabytes that a program of the SuperLink's takes."""
+    for pid in processes(f"{MARK}={federation.folder}/superlink"):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        if program in command and "guard.py" not in command:
+            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+            return int(rollup.split("\nPss:", 1)[1].split()[0]) / 1e3
+    raise SystemExit(f"{program} does not run")
+
+
+def measure(sites: int, rounds: int, arrays: int) -> list[dict[str, object]]:
+    """Run it; return a row a round."""
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as scratch, Federation(Path(scratch) / "here") as federation:
+        app = Path(scratch) / "app"
+        (app / "echo").mkdir(parents=True)
+        (app / "pyproject.toml").write_text(PYPROJECT)
+        (app / "echo" / "__init__.py").touch()
+        (app / "echo" / "client.py").write_text(CLIENT)
+        (app / "echo" / "server.py").write_text(SERVER)
+        federation.start_superlink()
+        for place in range(sites):
+            federation.start_site(place, sites)
+        run = federation.run({"sites": sites, "rounds": rounds, "arrays": arrays}, app=app)
+        wait_for(lambda: begun(federation), 1800, "the start")
+        before = time.monotonic()
+        for number in range(1, rounds + 1):
+            wait_for(lambda n=number: ended(federation) >= n, 3600, "a round")  # type: ignore[misc]
+            now = time.monotonic()
+            rows.append(
+                {
+                    "round": number,
+                    "seconds": f"{now - before:.1f}",
+                    "SuperLink, MB": f"{memory(federation, 'flower-superlink'):.0f}",
+                }
+            )
+            before = now
+        run.wait(timeout=600)
+        log = federation.log("run")
+        if log.count(f"{_ENDED} {sites} replies, rejected 0, missing 0") != rounds:
+            raise SystemExit(log)
+    return rows
+
+
+def main() -> None:
+    """Run a benchmark from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sites")
+    parser.add_argument("which", choices=["large", "many"])
+    parser.add_argument("--sites", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    if arguments.which == "large":
+        rows = measure(sites=2, rounds=1, arrays=60)
+        print(write("sites_large", "A model of 600 MB", {"Two sites, one round": rows}))
+    else:
+        rows = measure(sites=arguments.sites, rounds=arguments.rounds, arrays=1)
+        title = f"{arguments.sites} sites, 1 MB"
+        print(write("sites_many", "Many sites", {title: rows}))
+
+
+if __name__ == "__main__":
+    main()
