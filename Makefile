@@ -26,6 +26,7 @@ lint: $(READY)  ## ruff and mypy
 bench: $(READY)  ## Speed and memory against named peers; writes benchmarks/results/
 	$(BIN)/python -m benchmarks.merging
 	$(BIN)/python -m benchmarks.aggregation
+	$(BIN)/python -m benchmarks.pretraining
 
 clean:  ## Remove the environment and what the tools leave behind; runs/ stays
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

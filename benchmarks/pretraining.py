@@ -15,13 +15,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean, median
 
 import torch
 
-from benchmarks.plain_loop import run
 from benchmarks.report import Row, write
 from benchmarks.timed_run import ROOT, Round, Setup, copy_app, timed_rounds
 from isoloco_flwr.pretraining.corpus import open_source
@@ -33,11 +32,19 @@ from simulations.guard import guarded
 AIM = 0.9
 """Share of the plain loop's speed that a `flwr run` with 8 workers is to reach."""
 
-LONG_ENOUGH = 10.0
-"""Seconds that a round of inner steps takes at least, in all."""
-
 VOCABULARY = 32000
 """Entries of the published models' vocabulary, which the GPU variant trains with."""
+
+PARTS = {
+    "send": "send",
+    "load": "state load",
+    "train": "train",
+    "save": "state save",
+    "between": "between workers",
+    "reply": "last reply",
+    "close": "aggregate, checkpoint",
+}
+"""Headings of the parts of a round, see `Round`."""
 
 CPU = Setup(
     workers=8,
@@ -127,29 +134,17 @@ def part_row(setup: Setup, plain: Sequence[Sequence[float]], done: Sequence[list
     """Say where the seconds of a round go, means over all rounds."""
     rounds = [one for repeat in done for one in repeat]
     parts = {
-        part.name: f"{mean(getattr(one, part.name) for one in rounds):.2f}"
-        for part in fields(Round)
+        heading: f"{mean(getattr(one, name) for one in rounds):.2f}"
+        for name, heading in PARTS.items()
     }
     loop = mean(seconds for repeat in plain for seconds in repeat)
     return {
         "R": setup.workers,
         "processes": setup.processes,
         "plain loop": f"{loop:.2f}",
-        "flwr run": parts.pop("total"),
+        "flwr run": f"{mean(one.total for one in rounds):.2f}",
         **parts,
     }
-
-
-def smallest_preset(setup: Setup) -> str:
-    """Return the smallest model for which a round of inner steps takes long enough in all."""
-    torch.set_num_threads(setup.threads)
-    few = 5
-    for preset in MODEL_PRESETS:
-        loop = replace(setup, preset=preset, steps=few).loop([0], 1)
-        [seconds] = run(loop)
-        if setup.workers * seconds * setup.steps / few >= LONG_ENOUGH:
-            break
-    return preset
 
 
 def train_tokenizer(folder: Path) -> str:
@@ -208,27 +203,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--preset",
-        choices=MODEL_PRESETS,
-        help=f"the model (cuda: 178M; cpu: the smallest whose round takes {LONG_ENOUGH:g} s)",
+        "--preset", choices=MODEL_PRESETS, help=f"model (cuda: {CUDA.preset}, cpu: {CPU.preset})"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of a run that count")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of a run that count (2)")
     parser.add_argument("--repeats", type=int, help="runs of each kind (cpu: 3, cuda: 1)")
     parser.add_argument(
         "--peak-tflops", type=float, help="dense bf16 rate in the data sheet (H100, H200: 989)"
     )
     arguments = parser.parse_args()
     cuda = arguments.device == "cuda"
-    torch.set_num_threads((CUDA if cuda else CPU).threads)
+    base = CUDA if cuda else CPU
+    base = replace(base, preset=arguments.preset or base.preset)
+    torch.set_num_threads(base.threads)  # what the report says
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         os.environ["ISOLOCO_CACHE"] = str(scratch / "cache")
         if cuda:
-            setup = replace(CUDA, tokenizer=train_tokenizer(scratch / "tokenizer"))
-            setups = [replace(setup, preset=arguments.preset or setup.preset)]
+            setups = [replace(base, tokenizer=train_tokenizer(scratch / "tokenizer"))]
         else:
-            setup = replace(CPU, preset=arguments.preset or smallest_preset(CPU))
-            setups = [setup, replace(setup, workers=32), replace(setup, processes=2)]
+            setups = [base, replace(base, workers=32), replace(base, processes=2)]
         app = copy_app(scratch / "app")
         plain: dict[Setup, list[list[float]]] = {setup: [] for setup in setups}
         done: dict[Setup, list[list[Round]]] = {setup: [] for setup in setups}
@@ -237,7 +230,10 @@ def main() -> None:
                 loop, rounds = measure(setup, app, scratch / f"{repeat}-{index}", arguments.rounds)
                 plain[setup].append(loop)
                 done[setup].append(rounds)
-    what = f"{setup.preset}, H = {setup.steps}, {setup.global_batch_size} sequences a step in all"
+    what = (
+        f"{base.preset}, H = {base.steps}, {base.global_batch_size} sequences a step in all, "
+        f"threads of a process: {base.threads}"
+    )
     speeds = [speed_row(setup, plain[setup], done[setup]) for setup in setups]
     sections = {
         f"Speed: {what}": speeds,
@@ -247,7 +243,7 @@ def main() -> None:
     }
     if cuda:
         sections["Model FLOPs utilisation"] = utilisation_rows(
-            speeds, setup.preset, arguments.peak_tflops
+            speeds, base.preset, arguments.peak_tflops
         )
     path = write(
         "pretraining-cuda" if cuda else "pretraining",

@@ -19,12 +19,13 @@ Key = TypeVar("Key")
 
 
 def machine(device: str = "cpu") -> dict[str, object]:
-    """Return what the figures depend on: processor, threads, versions."""
+    """Return what the figures depend on: processor, threads, load, versions."""
     about: dict[str, object] = {
         "processor": _processor(),
         "cores": os.cpu_count(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "load average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
         "torch": version("torch"),
         "numpy": version("numpy"),

@@ -12,7 +12,7 @@ from benchmarks.plain_loop import Loop
 from isoloco_flwr.pretraining.model import MODEL_PRESETS
 from simulations.flower import SuperLink, flwr_run
 
-__all__ = ["Round", "Setup", "copy_app", "timed_rounds"]
+__all__ = ["Round", "Setup", "copy_app", "round_parts", "timed_rounds"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -136,12 +136,12 @@ def timed_rounds(
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     notes = [json.loads(line) for line in Path(f"{output}.times").read_text().splitlines()]
     return [
-        _parts(setup, row, [note for note in notes if note["round"] == row["round"]])
+        round_parts(setup, row, [note for note in notes if note["round"] == row["round"]])
         for row in rows[2:-1]  # rows[0] is the look before training
     ]
 
 
-def _parts(setup: Setup, row: Mapping[str, Any], notes: list[dict[str, Any]]) -> Round:
+def round_parts(setup: Setup, row: Mapping[str, Any], notes: list[dict[str, Any]]) -> Round:
     """Share out a round's seconds: a line of metrics.jsonl and the notes of when what happened."""
     [sent] = [note for note in notes if note["kind"] == "send"]
     trained = [note for note in notes if note["kind"] == "train"]
