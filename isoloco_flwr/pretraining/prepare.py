@@ -169,7 +169,8 @@ def _one_line_errors(console: Console) -> Iterator[None]:
     try:
         yield
     except (CorpusError, TokenizerError, OSError) as error:  # OSError: of the output's disk
-        console.print(f"error: {error}", style="red", highlight=False, markup=False)
+        message = f"error: {error}"
+        console.print(message, style="red", highlight=False, markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
 
 

@@ -1,6 +1,7 @@
 """Token files: whole documents in order, the same of every kind of source, checked on load."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +18,11 @@ from isoloco_flwr.pretraining.shards import Progress, is_held_out, unfinished
 from isoloco_flwr.pretraining.tokenizer import TokenizerError, load_tokenizer, train_bpe
 from isoloco_flwr.pretraining.tokens import load_tokens, open_tokens, prepare_tokens
 
-NAMES = {held_out: [] for held_out in (False, True)}
-for _number in range(400):
-    NAMES[is_held_out(f"name {_number}")].append(f"name {_number}")
+NAMES = {
+    side: [name for name in map("name {}".format, range(400)) if is_held_out(name) is side]
+    for side in (False, True)
+}
+"""Names of documents to train on, and of some that are held out."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +74,7 @@ def parts(draw):
     documents = [Document(name, draw(text), draw(st.sampled_from("xyz"))) for name in names]
     cuts = sorted(draw(st.lists(st.integers(0, len(documents)), max_size=3)))
     bounds = [0, *cuts, len(documents)]
-    return tuple(
-        tuple(documents[begin:end]) for begin, end in zip(bounds, bounds[1:], strict=False)
-    )
+    return tuple(tuple(documents[begin:end]) for begin, end in itertools.pairwise(bounds))
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -86,7 +87,7 @@ def test_documents_come_back_from_their_tokens(kind, parts, bpe, tmp_path_factor
     documents = [document for part in parts for document in part]
     train = [document for document in documents if not is_held_out(document.name)]
     offsets = tokens.train_documents
-    own = [tokens.train[begin:end] for begin, end in zip(offsets, offsets[1:], strict=False)]
+    own = [tokens.train[begin:end] for begin, end in itertools.pairwise(offsets)]
     assert all(document[-1] == tokens.end_of_text for document in own)
     assert [tokenizer.decode(document[:-1]) for document in own] == [one.text for one in train]
     assert [tokens.label_names[label] for label in tokens.train_labels] == [
@@ -276,6 +277,34 @@ def test_no_document_is_taken_after_so_many_tokens(stop_after, tmp_path):
     np.testing.assert_array_equal(some.held_out, everything.held_out[: len(some.held_out)])
     assert len(some.train) + len(some.held_out) == ends[len(taken) - 1]
     assert set(some.label_names) == {document.label for document in train}
+
+
+@dataclasses.dataclass(frozen=True)
+class Breaking(GivenDocuments):
+    """Documents of which a part cannot be read; it says which parts were."""
+
+    broken: int = -1
+    read: list[int] = dataclasses.field(default_factory=list)
+
+    def documents(self, part: int) -> Iterator[Document]:
+        self.read.append(part)
+        if part == self.broken:
+            raise CorpusError("the network is gone")
+        yield from super().documents(part)
+
+
+def test_what_was_done_before_an_error_is_not_made_again(tmp_path):
+    parts = tuple((document,) for part in SMALL.parts for document in part)
+    breaking = Breaking(parts, broken=30)
+    with pytest.raises(CorpusError, match="the network is gone"):
+        prepared(breaking, "bytes", tmp_path / "tokens")
+    assert breaking.read == list(range(31))
+    whole = Breaking(parts)
+    tokens = prepared(whole, "bytes", tmp_path / "tokens")
+    assert whole.read == list(range(30, 65))
+    np.testing.assert_array_equal(
+        tokens.train, prepared(SMALL, "bytes", tmp_path / "at once").train
+    )
 
 
 def test_parts_of_something_else_are_not_gone_on_with(tmp_path):
