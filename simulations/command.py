@@ -19,21 +19,17 @@ from simulations.experiment import (
     Run,
     Scale,
     experiment_names,
-    final_runs,
     load_experiment,
-    tuning_runs,
 )
-from simulations.sweep import (
-    Event,
+from simulations.runs import (
     Resources,
+    Runs,
     SweepError,
-    expected_seconds,
+    brought_results,
     experiment_folder,
-    is_finished,
     last_row,
-    plan,
-    sweep,
 )
+from simulations.sweep import Event, sweep
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 console = Console(highlight=False)
@@ -41,6 +37,9 @@ console = Console(highlight=False)
 Name = Annotated[str, typer.Argument(help="An experiment's name, or the path of its .toml file.")]
 ScaleName = Annotated[str, typer.Option("--scale", help="The experiment's size.")]
 RunsRoot = Annotated[Path, typer.Option("--runs", help="Folder that holds all experiments' runs.")]
+Anew = Annotated[
+    bool, typer.Option("--anew", help="Do not count the results in simulations/results/.")
+]
 
 
 @app.command("list")
@@ -68,12 +67,13 @@ def run(
     cpus: Annotated[int | None, typer.Option(min=1, help="CPUs a virtual client takes.")] = None,
     gpus: Annotated[float | None, typer.Option(min=0, help="GPUs a virtual client takes.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of a client.")] = None,
-    runs: RunsRoot = ROOT / "runs",
+    anew: Anew = False,
+    root: RunsRoot = ROOT / "runs",
 ) -> None:
     """Do the runs of an experiment; what is finished is skipped, what was cut goes on."""
     # Ended from outside, too, everything that was started is ended with it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    experiment, chosen_scale, folder = _open(name, scale, runs)
+    experiment, chosen_scale, runs = _open(name, scale, root, anew)
     resources = Resources(
         jobs=jobs or chosen_scale.jobs,
         cpus_per_client=cpus or chosen_scale.cpus_per_client,
@@ -85,17 +85,19 @@ def run(
         return only is None or any(fnmatch.fnmatch(run.name, pattern) for pattern in only)
 
     try:
-        known, untuned = plan(folder, chosen_scale)
+        known, untuned = runs.plan(chosen_scale)
         known = [run for run in known if chosen(run)]
-        _show_plan(experiment, known, untuned, folder, resources)
+        _show_plan(experiment, known, untuned, runs, resources)
         if show:
             return
-        with _Watch(known, folder, resources) as watch:
-            failed = sweep(folder, chosen_scale, resources, chosen=chosen, report=watch.tell)
+        with _Watch(known, runs, resources) as watch:
+            failed = sweep(runs, chosen_scale, resources, chosen=chosen, report=watch.tell)
     except SweepError as error:
         sys.exit(str(error))
     if failed:
-        sys.exit(f"{len(failed)} runs failed; they are in {folder / 'failed'}, with their logs")
+        sys.exit(
+            f"{len(failed)} runs failed; they are in {runs.folder / 'failed'}, with their logs"
+        )
     console.print(
         f"All runs are finished. The report: python -m simulations report "
         f"{shlex.quote(name)}{'' if scale == 'laptop' else f' --scale {scale}'}",
@@ -110,34 +112,26 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="Folder for the page; by default in the experiment's.")
     ] = None,
-    results: Annotated[
-        Path | None, typer.Option(help="Read a results.jsonl in place of the runs' folders.")
-    ] = None,
-    runs: RunsRoot = ROOT / "runs",
+    anew: Anew = False,
+    root: RunsRoot = ROOT / "runs",
 ) -> None:
     """Write one HTML page, its pictures and all results of an experiment."""
-    from simulations.outcome import read_outcome, read_results
     from simulations.report import Unfinished, write_report
 
-    experiment, chosen_scale, folder = _open(name, scale, runs)
+    experiment, chosen_scale, runs = _open(name, scale, root, anew)
     try:
-        if results:
-            outcomes = read_results(results)
-            losses = {outcome.run: outcome.loss for outcome in outcomes}
-            final, untuned = final_runs(chosen_scale, losses)
-            known = {run.name: run for run in [*tuning_runs(chosen_scale), *final]}
-        else:
-            planned, untuned = plan(folder, chosen_scale)
-            known = {run.name: run for run in planned}
-            there = [run for run in planned if is_finished(folder, run)]
-            outcomes = [read_outcome(folder / run.name) for run in there]
+        known, untuned = runs.plan(chosen_scale)
+        outcomes = [runs.outcome(run) for run in known if runs.is_finished(run)]
+        unfinished = [
+            Unfinished(run.name, _why_not(runs.folder, run.name))
+            for run in known
+            if not runs.is_finished(run)
+        ]
     except SweepError as error:
         sys.exit(str(error))
-    done = {outcome.run for outcome in outcomes}
-    unfinished = [Unfinished(run, _why_not(folder, run)) for run in known if run not in done]
     if untuned:
         unfinished.append(Unfinished("further runs", "they follow from the tuning above"))
-    page = write_report(experiment, scale, outcomes, unfinished, output or folder / "report")
+    page = write_report(experiment, scale, outcomes, unfinished, output or runs.folder / "report")
     console.print(f"{page}", soft_wrap=True)
 
 
@@ -151,42 +145,51 @@ def _why_not(folder: Path, run: str) -> str:
     return f"cut after round {row['round']}" if row else "not started"
 
 
-def _open(name: str, scale: str, runs: Path) -> tuple[Experiment, Scale, Path]:
+def _open(name: str, scale: str, root: Path, anew: bool) -> tuple[Experiment, Scale, Runs]:
     try:
         experiment = load_experiment(name)
-    except ExperimentError as error:
+        if scale not in experiment.scales:
+            sys.exit(f"--scale {scale}: allowed is one of {', '.join(experiment.scales)}")
+        folder = experiment_folder(root.expanduser().absolute(), experiment, scale)
+        runs = Runs(folder, None if anew else brought_results(folder))
+    except (ExperimentError, SweepError) as error:
         sys.exit(str(error))
-    if scale not in experiment.scales:
-        sys.exit(f"--scale {scale}: allowed is one of {', '.join(experiment.scales)}")
-    folder = experiment_folder(runs.expanduser().absolute(), experiment, scale)
-    return experiment, experiment.scales[scale], folder
+    return experiment, experiment.scales[scale], runs
 
 
 def _show_plan(
     experiment: Experiment,
     known: list[Run],
     untuned: list[str],
-    folder: Path,
+    runs: Runs,
     resources: Resources,
 ) -> None:
     table = Table(Column("run", overflow="fold"), "workers", "rounds", "state")
     for run in known:
-        row = last_row(folder / run.name)
-        state = f"cut after round {row['round']}" if row else "to do"
-        if is_finished(folder, run):
-            state = "finished"
-        elif (folder / "failed" / run.name).exists():
-            state = "failed, to be tried again"
         workers = "data-parallel" if run.data_parallel else str(run.workers)
-        table.add_row(run.name, workers, str(run.rounds), state)
+        table.add_row(run.name, workers, str(run.rounds), _state(run, runs))
     console.print(f"[bold]{experiment.title}[/]. {experiment.question}")
     console.print(table)
-    left = sum(not is_finished(folder, run) for run in known)
-    seconds = expected_seconds(folder, known, resources)
+    left = sum(not runs.is_finished(run) for run in known)
+    seconds = runs.expected_seconds(known, resources.jobs)
     time = "known once the first has finished" if seconds is None else _duration(seconds)
     console.print(f"{left} of {len(known)} runs to do, {resources.jobs} at a time: {time}")
     if untuned:
         console.print("Further runs follow from the tuning.")
+
+
+def _state(run: Run, runs: Runs) -> str:
+    if runs.is_finished_here(run):
+        return "finished"
+    if runs.is_brought(run):
+        return "finished, in simulations/results"
+    if row := last_row(runs.folder / run.name):
+        return f"cut after round {row['round']}"
+    if (runs.folder / "failed" / run.name).exists():
+        return "failed, to be tried again"
+    if runs.is_brought_otherwise(run):
+        return "to do: other settings have decided the result in simulations/results"
+    return "to do"
 
 
 def _duration(seconds: float) -> str:
@@ -199,9 +202,9 @@ def _duration(seconds: float) -> str:
 class _Watch:
     """Progress bars of the runs that are going, and a line for each that is over."""
 
-    def __init__(self, known: list[Run], folder: Path, resources: Resources) -> None:
+    def __init__(self, known: list[Run], runs: Runs, resources: Resources) -> None:
         self._known = {run.name: run for run in known}
-        self._folder = folder
+        self._runs = runs
         self._resources = resources
         self._tasks: dict[str, TaskID] = {}
         self._progress = Progress(
@@ -233,11 +236,11 @@ class _Watch:
         if event.what in ("finished", "failed"):
             self._progress.remove_task(self._tasks.pop(run.name))
             if event.what == "finished" and row:
-                seconds = expected_seconds(
-                    self._folder, list(self._known.values()), self._resources
+                seconds = self._runs.expected_seconds(
+                    list(self._known.values()), self._resources.jobs
                 )
                 left = f"; the others: {_duration(seconds)}" if seconds else ""
                 text = f"finished  {run.name}: held-out loss {row['eval-loss']:.4f}{left}"
             else:
-                text = f"failed    {run.name}: see {self._folder / 'failed' / run.name}"
+                text = f"failed    {run.name}: see {self._runs.folder / 'failed' / run.name}"
             console.print(text, soft_wrap=True)

@@ -22,7 +22,8 @@ from isoloco_flwr.pretraining.model import build_model
 from isoloco_flwr.pretraining.stream import worker_batch
 from isoloco_flwr.pretraining.tokens import load_tokens
 from simulations.experiment import Scale, load_experiment
-from simulations.sweep import Resources, sweep
+from simulations.runs import Resources, Runs
+from simulations.sweep import sweep
 
 ROUNDS, WORKERS, STEPS, BATCH, CONTEXT, SEED = 3, 4, 5, 8, 32, 3
 LR, WEIGHT_DECAY, EVALUATED = 4e-3, 0.1, 64
@@ -110,7 +111,7 @@ def losses(tmp_path_factory, config) -> dict[str, list[float]]:
     resources = Resources(jobs=2, cpus_per_client=2, gpus_per_client=0.0, threads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISOLOCO_CACHE", str(folder / "cache"))
-        failed = sweep(folder / "runs", scale, resources)
+        failed = sweep(Runs(folder / "runs"), scale, resources)
     assert not failed, [run.name for run in failed]
     found = {}
     for run in (folder / "runs").glob("*_workers-*"):

@@ -2,7 +2,7 @@
 
 import fcntl
 import json
-import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 3
@@ -63,15 +64,17 @@ def rounds_done(folder: Path) -> int:
     return len(path.read_text().splitlines()) - 1 if path.exists() else -1
 
 
-def kill_when(line: list[str], condition) -> None:
+def kill_when(line: list[str], condition, may_end: bool = False) -> None:
     """Start a sweep and kill -9 it, and only it, as soon as a condition holds."""
     sweep = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     deadline = time.monotonic() + 240
     while not condition():
-        assert sweep.poll() is None, sweep.stdout.read()
+        if sweep.poll() is not None:
+            assert may_end, sweep.stdout.read()
+            break
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    os.kill(sweep.pid, signal.SIGKILL)
+    sweep.send_signal(signal.SIGKILL)
     sweep.communicate()
 
 
@@ -87,13 +90,39 @@ def result(folder: Path) -> dict:
     for own in sorted(path for path in folder.iterdir() if path.is_dir()):
         rows = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
         files = {str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()}
+        end = json.loads((own / "finished.json").read_text())
         found[own.name] = {
             "rows": [{key: row[key] for key in SAME} for row in rows],
             "files": {name for name in files if "tensorboard" not in name},
             "run": (own / "run.json").read_bytes(),
+            "end": {key: value for key, value in end.items() if key != "seconds"},
             "model": (own / "model" / "model.safetensors").read_bytes(),
+            "curves": scalars(own / "tensorboard"),
         }
     return found
+
+
+def scalars(folder: Path) -> list[tuple[int, float]]:
+    """Return the held-out losses that TensorBoard shows."""
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars("eval-loss")]
+
+
+def nothing_runs(mark: str) -> bool:
+    """Tell whether no process has a variable in its environment, as the sweep's own have."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                return False
+        except OSError:
+            continue
+    return True
+
+
+def wait_until_free(folder: Path) -> None:
+    """Wait until a killed sweep's folder is free, which is when all it has started has ended."""
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 @pytest.mark.e2e
@@ -104,21 +133,17 @@ def test_killed_and_started_again_it_ends_as_undisturbed(command, tmp_path):
     kill_when(line, lambda: rounds_done(killed / "data-parallel_workers-1") >= 1)
     kill_when(line, lambda: rounds_done(killed / "isoloco_workers-2") >= 1)
 
-    # Flower and Ray have ended by the time that the folder is free again.
-    with (killed / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    mark = f"FLWR_HOME={killed / 'flwr'}".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            assert mark not in (process / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
+    wait_until_free(killed)
+    assert nothing_runs(f"ISOLOCO_CACHE={tmp_path / 'cache'}")
 
     finish(line)
     expected = result(undisturbed)
     assert expected.keys() == {"data-parallel_workers-1", "isoloco_workers-2"}
     assert result(killed) == expected
     for run in expected.values():
+        assert run["curves"] == [
+            (row["round"], pytest.approx(row["eval-loss"], rel=1e-6)) for row in run["rows"]
+        ]
         assert [row["round"] for row in run["rows"]] == list(range(ROUNDS + 1))
         assert {"finished.json", "flwr.log", "config.json"} <= run["files"]
         assert not any("checkpoint" in name for name in run["files"])
@@ -128,6 +153,42 @@ def test_killed_and_started_again_it_ends_as_undisturbed(command, tmp_path):
 
     # Started once more it finds nothing to do, in no time.
     assert "0 of 2 runs to do" in finish(line)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_killed_at_moments_drawn_it_ends_as_undisturbed(command, tmp_path, seed):
+    path = tmp_path / "tiny.toml"
+    path.write_text(
+        EXPERIMENT.replace(
+            "[axes]\n",
+            '[axes.method.diloco]\n"strategy.name" = "diloco"\nonly.workers = [2]\n\n[axes]\n',
+        ).replace("cpus-per-client = 2", "cpus-per-client = 2\njobs = 2")
+    )
+    line, undisturbed = command("undisturbed")
+    finish(line)
+    expected = result(undisturbed)
+    assert len(expected) == 3
+
+    line, killed = command("killed")
+    moments = random.Random(seed)
+    # The sweep does 3 runs with 4 lines of metrics each, one before training.
+    for lines in sorted(moments.sample(range(12), 3)):
+        after = moments.uniform(0, 2)
+        reached: list[float] = []
+
+        def is_due(lines=lines, after=after, reached=reached) -> bool:
+            if sum(rounds_done(killed / run) + 1 for run in expected) >= lines:
+                reached.append(time.monotonic())
+            return bool(reached) and time.monotonic() >= reached[0] + after
+
+        kill_when(line, is_due, may_end=True)
+        if (killed / ".lock").exists():
+            wait_until_free(killed)
+        assert nothing_runs(f"ISOLOCO_CACHE={tmp_path / 'cache'}")
+    finish(line)
+    assert result(killed) == expected
 
 
 @pytest.mark.e2e

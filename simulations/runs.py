@@ -1,0 +1,232 @@
+"""The runs of an experiment that are there: what decided them, which are over, what is left to do.
+
+In the experiment's folder each run has one of its own, by its id, with `run.json` (everything that
+decided it), the files of the app (`metrics.jsonl`, `config.json`, `model/`, ...), `flwr.log`, and
+once it is over `finished.json`. Results that another machine has brought count as finished too.
+"""
+
+import json
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoloco_flwr.checkpoint import ChangedSettingsError, check_same_settings
+from simulations.experiment import ROOT, Experiment, Run, Scale, app_config, final_runs, tuning_runs
+from simulations.flower import flwr_command
+from simulations.outcome import Outcome, read_outcome, read_results
+
+__all__ = [
+    "Resources",
+    "Runs",
+    "SweepError",
+    "brought_results",
+    "describe",
+    "experiment_folder",
+    "flwr_arguments",
+    "last_row",
+]
+
+START_SECONDS = 20.0
+"""What a run takes besides its rounds: Flower and Ray start and end."""
+
+_HERE = "@here@"
+
+
+class SweepError(RuntimeError):
+    """A sweep that cannot go on; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What the runs may take of the machine."""
+
+    jobs: int
+    """Runs at a time."""
+    cpus_per_client: int
+    """CPUs a virtual client takes up."""
+    gpus_per_client: float
+    """GPUs, or a share of one, that a virtual client takes up."""
+    threads: int
+    """Threads of a client's arithmetic, and of a data-parallel run's."""
+
+
+def experiment_folder(runs_root: Path, experiment: Experiment, scale_name: str) -> Path:
+    """Return where an experiment's runs lie: by its name, and the scale's if not `laptop`."""
+    suffix = "" if scale_name == "laptop" else f"-{scale_name}"
+    return runs_root / f"{experiment.name}{suffix}"
+
+
+def brought_results(folder: Path) -> Path:
+    """Return where results lie that came with the project, for an experiment's folder."""
+    return ROOT / "simulations" / "results" / folder.name / "results.jsonl"
+
+
+class Runs:
+    """The runs of an experiment that are there.
+
+    Parameters
+    ----------
+    folder : Path
+        The experiment's folder, which need not exist.
+    results : Path, optional
+        A `results.jsonl`, which need not exist either: runs in it count as finished where the same
+        settings have decided them.
+
+    Raises
+    ------
+    SweepError
+        If the results cannot be read.
+    """
+
+    def __init__(self, folder: Path, results: Path | None = None) -> None:
+        self.folder = folder
+        self._brought: dict[str, Outcome] = {}
+        if results and results.exists():
+            try:
+                self._brought = {outcome.run: outcome for outcome in read_results(results)}
+            except (ValueError, TypeError) as error:
+                raise SweepError(f"{results}: allowed is what a report writes ({error})") from error
+
+    def plan(self, scale: Scale) -> tuple[list[Run], list[str]]:
+        """Return all runs known by now, and the tuning runs that others still wait for."""
+        tuning = tuning_runs(scale)
+        losses = {run.name: self.outcome(run).loss for run in tuning if self.is_finished(run)}
+        final, untuned = final_runs(scale, losses)
+        return list({run.name: run for run in [*tuning, *final]}.values()), untuned
+
+    def is_finished(self, run: Run) -> bool:
+        """Tell whether a run is over, here or elsewhere.
+
+        Raises
+        ------
+        SweepError
+            If the run that is in the folder was decided by something else.
+        """
+        return self.is_finished_here(run) or self.is_brought(run)
+
+    def is_finished_here(self, run: Run) -> bool:
+        """Tell whether a run is over in the folder; see `is_finished`."""
+        own = self.folder / run.name
+        try:
+            saved = json.loads((own / "run.json").read_text())
+        except FileNotFoundError:
+            return False
+        there = _deciding(saved["workers"], saved["data-parallel"], saved["run-config"])
+        try:
+            check_same_settings(there, _decided_by(run))
+        except ChangedSettingsError as error:
+            raise SweepError(f"{own}: {error}; move that folder away, or rename the option") from (
+                error
+            )
+        return (own / "finished.json").exists()
+
+    def is_brought(self, run: Run) -> bool:
+        """Tell whether there is a result of a run from elsewhere, decided by the same settings."""
+        brought = self._brought.get(run.name)
+        return brought is not None and _decided_by(run) == _deciding(
+            brought.workers, brought.data_parallel, brought.run_config
+        )
+
+    def is_brought_otherwise(self, run: Run) -> bool:
+        """Tell whether there is a result of a run from elsewhere that other settings decided."""
+        return run.name in self._brought and not self.is_brought(run)
+
+    def outcome(self, run: Run) -> Outcome:
+        """Return what a finished run has left; its own folder comes first."""
+        if self.is_finished_here(run):
+            return read_outcome(self.folder / run.name)
+        return self._brought[run.name]
+
+    def expected_seconds(self, runs: Sequence[Run], jobs: int) -> float | None:
+        """Return how long the unfinished runs should take, None as long as no run has finished.
+
+        A run is taken to need as long as the median of those with as many workers, or of all where
+        there is none, in proportion to the rounds it still has to do. Only the folder's own count:
+        other machines are faster or slower.
+
+        Parameters
+        ----------
+        runs : Sequence[Run]
+            All runs.
+        jobs : int
+            Runs at a time.
+        """
+        times: dict[int, list[float]] = {}
+        for run in runs:
+            if self.is_finished_here(run):
+                end = json.loads((self.folder / run.name / "finished.json").read_text())
+                times.setdefault(run.workers, []).append(float(end["seconds"]))
+        if not times:
+            return None
+        every = [seconds for group in times.values() for seconds in group]
+        total = 0.0
+        for run in runs:
+            if not self.is_finished(run):
+                row = last_row(self.folder / run.name)
+                left = 1 - (row["round"] if row else 0) / run.rounds
+                typical = statistics.median(times.get(run.workers, every))
+                total += typical * left + START_SECONDS
+        return total / jobs
+
+
+def last_row(folder: Path) -> dict[str, Any] | None:
+    """Return the newest whole line of a run's metrics."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return None
+    whole = [line for line in lines if line.endswith("\n")]
+    return json.loads(whole[-1]) if whole else None
+
+
+def describe(run: Run, folder: Path, resources: Resources) -> dict[str, Any]:
+    """Return the content of a run's run.json."""
+    return {
+        "run": run.name,
+        "point": dict(run.point),
+        "tuned": dict(run.grid),
+        "workers": run.workers,
+        "data-parallel": run.data_parallel,
+        "run-config": dict(run.config),
+        "command": _command(run, folder, resources),
+    }
+
+
+def flwr_arguments(run: Run, folder: Path, resources: Resources) -> dict[str, Any]:
+    """Return what `flwr_command` takes for a run."""
+    places = {"output-dir": str(folder / run.name), "resume": True}
+    return {
+        "num_supernodes": run.workers,
+        "run_config": {**run.config, **places},
+        "cpus_per_client": resources.cpus_per_client,
+        "gpus_per_client": resources.gpus_per_client,
+    }
+
+
+def _command(run: Run, folder: Path, resources: Resources) -> str:
+    """Return the line that does a run by itself, typed into a shell in the project's folder."""
+    own = f"runs/{folder.name}/{run.name}"
+    if run.data_parallel:
+        return f"python -m simulations.data_parallel {own}"
+    arguments = flwr_arguments(run, folder, resources)
+    arguments["run_config"] |= {"output-dir": f"{_HERE}/{own}", "resume": False}
+    # The run config is in single quotes, which keep the shell from seeing variables.
+    return shlex.join(flwr_command(Path(), **arguments)).replace(_HERE, "'\"$PWD\"'")
+
+
+def _decided_by(run: Run) -> dict[str, Any]:
+    return _deciding(run.workers, run.data_parallel, run.config)
+
+
+def _deciding(workers: int, data_parallel: bool, run_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what changes a run's numbers, flat."""
+    steps = {"inner.steps": app_config()["inner.steps"]}  # results always have it
+    config = {
+        key: value
+        for key, value in {**steps, **run_config}.items()
+        if key != "strategy.diagnostics" and not key.startswith("checkpoint.")
+    }
+    return {"workers": workers, "data-parallel": data_parallel, **config}

@@ -1,0 +1,124 @@
+"""Which runs of an experiment are over: those of its folder, and results from elsewhere."""
+
+import dataclasses
+import json
+
+import pytest
+from made_up import EXPERIMENT, loss_of, outcome, rows_of
+
+from simulations.experiment import Run, Scale, load_experiment, tuning_runs
+from simulations.outcome import write_results
+from simulations.runs import Resources, Runs, SweepError, describe
+
+RESOURCES = Resources(jobs=1, cpus_per_client=1, gpus_per_client=0.0, threads=1)
+
+
+@pytest.fixture
+def scale(tmp_path) -> Scale:
+    path = tmp_path / "merges.toml"
+    path.write_text(EXPERIMENT)
+    return load_experiment(str(path)).scales["laptop"]
+
+
+@pytest.fixture
+def tuning(scale) -> list[Run]:
+    return tuning_runs(scale)
+
+
+@pytest.fixture
+def results(tmp_path, tuning):
+    """Write the results of all tuning, as another machine has brought them."""
+    path = tmp_path / "results.jsonl"
+    write_results(path, map(outcome, tuning))
+    return path
+
+
+def finish_here(folder, run: Run, seconds: float = 15.0) -> None:
+    own = folder / run.name
+    own.mkdir(parents=True)
+    (own / "run.json").write_text(json.dumps(describe(run, folder, RESOURCES)))
+    config = {"run-config": {"inner.steps": 5}, "num-parameters": 7, "versions": {}}
+    (own / "config.json").write_text(json.dumps(config))
+    rows = rows_of(run)
+    (own / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    end = {"eval-loss": rows[-1]["eval-loss"], "seconds": seconds}
+    (own / "finished.json").write_text(json.dumps(end))
+
+
+def test_results_from_elsewhere_count_as_finished(tmp_path, scale, tuning, results):
+    runs = Runs(tmp_path / "here", results)
+    known, untuned = runs.plan(scale)
+    assert not untuned
+    finished = [run.name for run in known if runs.is_finished(run)]
+    assert finished == [run.name for run in tuning]
+    # What follows from them is planned with the rates that did best there.
+    diloco = [run for run in known if run.point == {**tuning[0].point, "seed": "1"}]
+    assert [run.grid for run in diloco] == [{"strategy.outer-lr": 0.7}]
+    assert [runs.outcome(run).loss for run in tuning] == [loss_of(run) for run in tuning]
+
+
+def test_without_results_nothing_is_finished(tmp_path, scale, tuning):
+    for runs in (Runs(tmp_path / "here"), Runs(tmp_path / "here", tmp_path / "none.jsonl")):
+        known, untuned = runs.plan(scale)
+        assert untuned == [run.name for run in tuning]
+        assert not any(map(runs.is_finished, known))
+
+
+def test_runs_of_both_places_are_merged_and_the_folders_own_come_first(tmp_path, tuning, results):
+    folder = tmp_path / "here"
+    finish_here(folder, tuning[0])
+    runs = Runs(folder, results)
+    assert all(map(runs.is_finished, tuning))
+    assert [run for run in tuning if runs.is_finished_here(run)] == tuning[:1]
+    assert [runs.outcome(run).num_parameters for run in tuning[:2]] == [7, 1000]
+
+
+@pytest.mark.parametrize(
+    ("change", "counts"),
+    [
+        ({"inner.lr": 9e-3}, False),
+        ({"strategy.diagnostics": "*q_proj*"}, True),
+        ({"checkpoint.every": 7}, True),
+    ],
+)
+def test_a_result_counts_where_the_same_settings_have_decided_it(
+    tmp_path, tuning, results, change, counts
+):
+    runs = Runs(tmp_path / "here", results)
+    changed = dataclasses.replace(tuning[0], config={**tuning[0].config, **change})
+    assert runs.is_finished(changed) is counts
+    assert runs.is_brought_otherwise(changed) is not counts
+
+
+def test_a_run_in_the_folder_that_something_else_decided_is_refused(tmp_path, tuning):
+    finish_here(tmp_path, tuning[0])
+    changed = dataclasses.replace(tuning[0], config={**tuning[0].config, "inner.lr": 9e-3})
+    with pytest.raises(SweepError, match=r"inner\.lr"):
+        Runs(tmp_path).is_finished(changed)
+
+
+def test_a_file_that_holds_no_results_is_refused_by_name(tmp_path):
+    path = tmp_path / "results.jsonl"
+    for content in ("no json\n", '{"run": "a"}\n', "[1]\n"):
+        path.write_text(content)
+        with pytest.raises(SweepError, match=r"results\.jsonl: allowed is"):
+            Runs(tmp_path, path)
+
+
+def test_the_expected_time_follows_from_the_folders_own_runs(tmp_path, tuning, results):
+    two, four = [[run for run in tuning if run.workers == workers] for workers in (2, 4)]
+    assert Runs(tmp_path / "here", results).expected_seconds(tuning, jobs=1) is None
+    finish_here(tmp_path / "here", two[0], seconds=100.0)
+    finish_here(tmp_path / "here", four[0], seconds=200.0)
+    here = Runs(tmp_path / "here")
+    # Each of the other two takes as long as the one of as many workers, and 20 s to start.
+    assert here.expected_seconds(tuning, jobs=1) == 100 + 200 + 2 * 20
+    assert here.expected_seconds(tuning, jobs=2) == 170
+    # Half of the rounds are done: half of the time is left.
+    (tmp_path / "here" / four[1].name).mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in rows_of(four[1])[:3])
+    (tmp_path / "here" / four[1].name / "metrics.jsonl").write_text(lines)
+    assert here.expected_seconds(tuning, jobs=1) == 100 + 100 + 2 * 20
+    # What has been brought need not be done.
+    both = Runs(tmp_path / "here", results)
+    assert both.expected_seconds(tuning, jobs=1) == 0
