@@ -1,9 +1,9 @@
 """The workers of a run: who they are, which of them are there, and what becomes of them."""
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from logging import INFO, WARNING
 
 from flwr.app import Message, MessageType, RecordDict
@@ -14,6 +14,12 @@ from flwr.supercore import log
 from flwr.supercore.run import Run
 
 from isoloco_flwr.fields import SettingsError
+from server_app.introduction import (
+    Introduction,
+    SitesNotReadyError,
+    check_disks,
+    read_introduction,
+)
 
 __all__ = ["Sites", "SitesNotReadyError"]
 
@@ -21,7 +27,7 @@ _PATIENCE = 600.0
 """Seconds to wait for the first round's workers to connect and answer."""
 
 _ASK_AGAIN = 60.0
-"""Seconds after which a node is asked anew that was not ready or has not answered."""
+"""Seconds after which a node is asked anew that was not ready."""
 
 _LOOK_AROUND = 2.0
 """Seconds between two looks at who is there."""
@@ -34,30 +40,6 @@ _NOBODY_ANSWERED = {
 """Errors that the SuperLink answers with in place of a node that is gone."""
 
 
-class SitesNotReadyError(RuntimeError):
-    """The workers cannot start; the message says which and why."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a worker says of itself before it is sent anything."""
-
-    place: int
-    """Its partition-id."""
-    places: int
-    """R, as it knows it."""
-    device: str
-    """Where it trains."""
-    threads: int
-    """Threads of its arithmetic."""
-    disk: str
-    """A name for the disk that its state will lie on, the same for all workers on it."""
-    state_bytes: int
-    """Bytes that its states take at most."""
-    free_bytes: int
-    """Bytes that are free there."""
-
-
 class Sites(Grid):
     """Wrap a Grid so that it shows the nodes that are ready, each in its place.
 
@@ -65,7 +47,7 @@ class Sites(Grid):
     sites set them in their node config. Every node is asked once what it is before it is sent
     anything. It answers when its settings are checked and its text is read. While a round goes on
     nodes that connect are asked as well, so that they take part in the next one. A site that was
-    restarted may come back as another node: it has its place again as soon as it answers.
+    restarted, as the same node or another, is asked anew and has its place again once it answers.
 
     Parameters
     ----------
@@ -78,7 +60,7 @@ class Sites(Grid):
     def __init__(self, grid: Grid, *, min_sites: int) -> None:
         self._grid = grid
         self._min_sites = min_sites
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, Introduction] = {}
         """What nodes have said, by node id."""
         self._places: dict[int, int] = {}
         """Node id by place."""
@@ -87,6 +69,9 @@ class Sites(Grid):
         self._waited_for: dict[str, int] = {}
         """Place by id of a message that was sent for training and has not been answered."""
         self._online: dict[int, NodeInfo] = {}
+        """Nodes that were online at the last look, by node id."""
+        self._activated: dict[int, str] = {}
+        """When nodes were started that have been asked, by node id."""
         self._last_look = -_LOOK_AROUND
         self._started = False
 
@@ -110,16 +95,16 @@ class Sites(Grid):
                     "the sites' num-partitions"
                 )
             needed = self._min_sites or places
-            if places and len(self._places) >= needed:
+            if places and len(self._ready()) >= needed:
                 break
             if time.monotonic() > deadline:
                 raise SitesNotReadyError(
-                    f"{len(self._places)} workers answered within {_PATIENCE:g} s, needed are "
+                    f"{len(self._ready())} workers answered within {_PATIENCE:g} s, needed are "
                     f"{needed or 'at least 1'}"
                 )
             time.sleep(0.2)
-        answers = [self._answers[node_id] for node_id in self._places.values()]
-        _check_disks(answers)
+        answers = [self._answers[node_id] for node_id in self._ready().values()]
+        check_disks(answers)
         self._started = True
         for (device, threads), count in sorted(Counter(map(_where, answers)).items()):
             log(
@@ -159,7 +144,7 @@ class Sites(Grid):
         """
         self._look_around()
         ready = []
-        for place, node_id in sorted(self._places.items()):
+        for place, node_id in sorted(self._ready().items()):
             if node_id in self._online:
                 node = NodeInfo()
                 node.CopyFrom(self._online[node_id])
@@ -208,6 +193,13 @@ class Sites(Grid):
                     change = "is back" if node_id in online else "is gone"
                     log(WARNING, "Site %d %s (node %d)", place, change, node_id)
         self._online = online
+        for node_id, node in online.items():
+            started = node.last_activated_at
+            if self._activated.setdefault(node_id, started) != started:
+                # It was restarted: what it was asked is lost, and what it said may not hold.
+                self._activated[node_id] = started
+                self._answers.pop(node_id, None)
+                self._asked.pop(node_id, None)
         questions = [
             Message(
                 content=RecordDict(),
@@ -216,8 +208,7 @@ class Sites(Grid):
                 ttl=_PATIENCE,
             )
             for node_id in online
-            if node_id not in self._answers
-            and now > self._asked.get(node_id, (-_ASK_AGAIN, ""))[0] + _ASK_AGAIN
+            if node_id not in self._answers and self._is_to_be_asked(node_id, now)
         ]
         if questions:
             for question, message_id in zip(
@@ -234,12 +225,20 @@ class Sites(Grid):
             self._asked[node_id] = (self._asked[node_id][0], "")
             self._take_in(node_id, reply)
 
+    def _ready(self) -> dict[int, int]:
+        """Return the node of each place that has one, if it has answered since its start."""
+        return {place: node for place, node in self._places.items() if node in self._answers}
+
+    def _is_to_be_asked(self, node_id: int, now: float) -> bool:
+        when, open_question = self._asked.get(node_id, (-math.inf, ""))
+        return now > when + (_PATIENCE if open_question else _ASK_AGAIN)
+
     def _take_in(self, node_id: int, reply: Message) -> None:
         if reply.has_error():
             if reply.error.code not in _NOBODY_ANSWERED:
                 self._refuse(f"node {node_id} is not ready: {_last_line(reply.error.reason)}")
             return
-        answer = _read_answer(reply)
+        answer = read_introduction(reply)
         for other in self._answers.values():
             if other.places != answer.places:
                 self._refuse(
@@ -247,7 +246,7 @@ class Sites(Grid):
                 )
                 return
         before = self._places.get(answer.place)
-        if before in self._online and not self._started:
+        if before in self._online and before != node_id and not self._started:
             self._refuse(
                 f"nodes {before} and {node_id} both have partition-id {answer.place}: allowed is "
                 "one node each"
@@ -266,45 +265,9 @@ class Sites(Grid):
         log(WARNING, "%s", problem)
 
 
-def _read_answer(reply: Message) -> _Answer:
-    answer: Mapping[str, object] = reply.content["worker"]
-    number = {
-        key: int(str(answer[key]))
-        for key in ("partition-id", "num-partitions", "threads", "state-bytes", "free-bytes")
-    }
-    return _Answer(
-        place=number["partition-id"],
-        places=number["num-partitions"],
-        device=str(answer["device"]),
-        threads=number["threads"],
-        disk=str(answer["disk"]),
-        state_bytes=number["state-bytes"],
-        free_bytes=number["free-bytes"],
-    )
-
-
-def _where(answer: _Answer) -> tuple[str, int]:
+def _where(answer: Introduction) -> tuple[str, int]:
     return answer.device, answer.threads
 
 
 def _last_line(reason: str | None) -> str:
     return ((reason or "").strip().splitlines() or [""])[-1]
-
-
-def _check_disks(answers: Sequence[_Answer]) -> None:
-    """Say how much room the workers' states take, and refuse where there is less."""
-    total = sum(answer.state_bytes for answer in answers)
-    disks = {answer.disk for answer in answers}
-    if total:
-        log(INFO, "Workers' states take up to %.2f GB on %d disks", total / 1e9, len(disks))
-    for disk in disks:
-        on_it = [answer for answer in answers if answer.disk == disk]
-        needed = sum(answer.state_bytes for answer in on_it)
-        free = min(answer.free_bytes for answer in on_it)
-        if needed > free:
-            raise SitesNotReadyError(
-                f"the states of workers {', '.join(str(answer.place) for answer in on_it)} take "
-                f"up to {needed / 1e9:.2f} GB on one disk, where {free / 1e9:.2f} GB are free: "
-                "allowed is more room ($ISOLOCO_CACHE names the folder), a smaller "
-                "checkpoint.every, or inner.state = 'reset'"
-            )

@@ -19,10 +19,15 @@ class Nodes(LoopbackGrid):
         super().__init__(0)
         self.answers = {int(name[1:]): answer for name, answer in answers.items()}
         self.sent = []
+        self.starts = 1
 
     def get_nodes(self):
         return [
-            NodeInfo(node_id=node_id, registered_at=f"2026-01-01T00:00:00.{node_id:06d}")
+            NodeInfo(
+                node_id=node_id,
+                registered_at=f"2026-01-01T00:00:00.{node_id:06d}",
+                last_activated_at=f"2026-01-02T00:00:00.{self.starts:06d}",
+            )
             for node_id in sorted(self.answers)
         ]
 
@@ -97,6 +102,18 @@ def test_a_site_that_was_restarted_has_its_place_and_the_old_node_is_asked_no_mo
     nodes.answers[3] = (0, 2)
     assert ids(sites) == [3, 2]
     assert "Site 0 is back as node 3" in flower_log()
+
+
+def test_a_site_that_was_restarted_as_the_same_node_is_asked_anew(flower_log):
+    nodes = Nodes(n1=(0, 2))
+    sites = Sites(nodes, min_sites=1)
+    sites.meet()
+    nodes.starts, nodes.answers[1] = 2, None
+    assert ids(sites) == []
+    nodes.answers[1] = (0, 2)
+    assert ids(sites) == [1]
+    assert "Site 0 is back as node 1" in flower_log()
+    assert len(nodes.sent) == 2
 
 
 def test_a_site_that_goes_and_comes_is_in_the_log(flower_log):
