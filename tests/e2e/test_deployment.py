@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from https import listening
 
 from deploy.keys import make_authority, make_node_key, make_server_certificate
 from deploy.server import flower_environment
@@ -92,12 +93,25 @@ class Deployment:
         ):
             yield process
 
-    def server(self, keys: Path, name: str, ports: tuple[int, int]) -> list[str]:
+    def server(self) -> list[str]:
         return [
-            *(sys.executable, "-m", "deploy", "server", "--keys", str(keys)),
-            *("--state", str(self.folder / name), "--host", "127.0.0.1"),
-            *("--port", str(ports[0]), "--operator-port", str(ports[1])),
+            *(sys.executable, "-m", "deploy", "server", "--keys", str(self.keys)),
+            *("--state", str(self.folder / "server"), "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--operator-port", str(self.operator_port)),
         ]
+
+    def wait_until_healthy(self, process: "subprocess.Popen[str]") -> None:
+        trusted = ssl.create_default_context(cafile=self.keys / "ca.pem")
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and process.poll() is None:
+            try:
+                with urllib.request.urlopen(
+                    f"https://127.0.0.1:{self.port}/health", context=trusted
+                ):
+                    return
+            except urllib.error.URLError:
+                time.sleep(0.1)
+        raise AssertionError(self.log("server"))
 
     def site(self, name: str, place: int, **changes: str) -> list[str]:
         options = {
@@ -134,21 +148,6 @@ def write_texts(folder: Path) -> list[Path]:
     return folders
 
 
-def wait_until_healthy(port: int, keys: Path, process: "subprocess.Popen[str]", log: Path) -> None:
-    trusted = ssl.create_default_context(cafile=keys / "ca.pem")
-    trusted.verify_mode, trusted.check_hostname = ssl.CERT_REQUIRED, False
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"https://127.0.0.1:{port}/health", context=trusted):
-                return
-        except urllib.error.URLError as error:
-            if isinstance(error.reason, ssl.SSLCertVerificationError):
-                return  # it answers, with the certificate that it was given
-            time.sleep(0.1)
-    raise AssertionError(log.read_text())
-
-
 def final_model(output: Path, log: str) -> bytes:
     path = output / "model" / "model.safetensors"
     assert path.exists(), log
@@ -160,19 +159,13 @@ def deployed(tmp_path_factory) -> Iterator[tuple[Deployment, str, dict[str, tupl
     """One run over three sites, during which others try to take part."""
     here = Deployment(tmp_path_factory.mktemp("deployment"))
     make_authority(here.folder / "others")
-    expired, expired_ports = here.folder / "expired", free_ports(2)
+    expired = here.folder / "expired"
     make_authority(expired)
     make_server_certificate(expired, [], days=1, now=datetime.now(UTC) - timedelta(days=2))
     refused = {}
     with ExitStack() as stack:
-
-        def server(name: str, keys: Path, ports: list[int]) -> None:
-            process = stack.enter_context(
-                here.start(name, here.server(keys, name, (ports[0], ports[1])))
-            )
-            wait_until_healthy(ports[0], keys, process, here.folder / f"{name}.log")
-
-        server("server", here.keys, [here.port, here.operator_port])
+        server = stack.enter_context(here.start("server", here.server()))
+        here.wait_until_healthy(server)
         register = [sys.executable, "-m", "deploy", "register"]
         register += ["--state", str(here.folder / "server")]
         public_keys = [str(here.keys / f"site-{place}.pub") for place in range(SITES)]
@@ -194,21 +187,20 @@ def deployed(tmp_path_factory) -> Iterator[tuple[Deployment, str, dict[str, tupl
                 log=subprocess.PIPE,
             )
         )
-        server("expired-server", expired, expired_ports)
+        expired_server = stack.enter_context(listening(expired))
+        supernode = str(Path(sys.executable).with_name("flower-supernode"))
         others = {
             "unregistered": here.site("stranger", 0),
             "wrong-authority": here.site("site-0", 0, ca=str(here.folder / "others" / "ca.pem")),
             "plain": here.site("site-0", 0, server=f"http://127.0.0.1:{here.port}"),
-            "expired": here.site(
-                "site-0", 0, server=f"127.0.0.1:{expired_ports[0]}", ca=str(expired / "ca.pem")
-            ),
+            "expired": here.site("site-0", 0, server=expired_server, ca=str(expired / "ca.pem")),
             # Flower's own program, without the checks of `deploy site`.
             "flower-plain": [
-                *("flower-supernode", "--insecure", "--max-retries=1"),
+                *(supernode, "--insecure", "--max-retries=1"),
                 *(f"--superlink=127.0.0.1:{here.port}", f"--port={free_ports(1)[0]}"),
             ],
             "flower-keyless": [
-                *("flower-supernode", f"--root-certificates={here.keys / 'ca.pem'}"),
+                *(supernode, f"--root-certificates={here.keys / 'ca.pem'}"),
                 *(f"--superlink=127.0.0.1:{here.port}", f"--port={free_ports(1)[0]}"),
             ],
         }
@@ -216,7 +208,7 @@ def deployed(tmp_path_factory) -> Iterator[tuple[Deployment, str, dict[str, tupl
             with here.start(name, command) as process:
                 code = process.wait(timeout=120)
             refused[name] = (code, here.log(name))
-        log, _ = run.communicate(timeout=400)
+        log, _ = run.communicate(timeout=560)
         yield here, log, refused
 
 
@@ -247,7 +239,7 @@ def test_the_final_parameters_are_those_of_the_simulation(deployed, tmp_path):
         local_superlink(tmp_path / "flwr-home") as link,
         flwr_run(link, app, num_supernodes=SITES, run_config=config) as process,
     ):
-        simulated, _ = process.communicate(timeout=400)
+        simulated, _ = process.communicate(timeout=560)
     ours = final_model(here.folder / "output", log)
     assert ours == final_model(tmp_path / "output", simulated)
     rows = (here.folder / "output" / "metrics.jsonl").read_text().splitlines()
