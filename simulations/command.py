@@ -87,6 +87,8 @@ def run(
     try:
         known, untuned = runs.plan(chosen_scale)
         known = [run for run in known if chosen(run)]
+        if not known:
+            sys.exit(f"--only {' '.join(only or [])}: no run that is known by now has such an id")
         _show_plan(experiment, known, untuned, runs, resources)
         if show:
             return
@@ -173,7 +175,8 @@ def _show_plan(
     left = sum(not runs.is_finished(run) for run in known)
     seconds = runs.expected_seconds(known, resources.jobs)
     time = "known once the first has finished" if seconds is None else _duration(seconds)
-    console.print(f"{left} of {len(known)} runs to do, {resources.jobs} at a time: {time}")
+    todo = f"{left} of {len(known)} runs to do"
+    console.print(f"{todo}, {resources.jobs} at a time: {time}" if left else todo)
     if untuned:
         console.print("Further runs follow from the tuning.")
 

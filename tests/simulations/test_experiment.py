@@ -1,11 +1,14 @@
 """Experiments: FLOP-matched by construction, tuned before they are compared."""
 
+import re
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from isoloco_flwr.settings import parse_settings
 from simulations.experiment import (
+    ROOT,
     ExperimentError,
     app_config,
     experiment_names,
@@ -228,3 +231,12 @@ def test_a_bad_experiment_is_refused_in_one_line(write, old, new, message):
 def test_an_unknown_name_is_refused_with_the_known_ones():
     with pytest.raises(ExperimentError, match=r"'nonsense': allowed is one of .*quick.*workers"):
         load_experiment("nonsense")
+
+
+def test_the_experiment_in_the_docs_is_one(write):
+    text = (ROOT / "docs" / "simulations.md").read_text()
+    (block,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
+    scale = load_experiment(write(block)).scales["laptop"]
+    assert [run.grid["strategy.outer-lr"] for run in tuning_runs(scale)] == [0.5, 0.7]
+    names = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
+    assert set(experiment_names()) <= names
