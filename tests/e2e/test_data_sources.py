@@ -116,7 +116,7 @@ def test_the_addresses_dirichlet_by_president(run_on):
 def test_naturally_a_simulation_lacks_the_nodes_own_sources(run_on):
     log, output = run_on({"source_name": "sotu", "partitioner": "natural"})
     assert "is not ready" in log
-    assert "node config data-source = None: with data.partitioner = 'natural'" in log
+    assert "node config data-source = '': with data.partitioner = 'natural'" in log
     assert "[ROUND" not in log
     assert not (output / "metrics.jsonl").exists()
 
