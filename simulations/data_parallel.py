@@ -1,8 +1,9 @@
 """The gold standard: one process that steps on every global batch, with the workers' own code.
 
-`python -m simulations.data_parallel FOLDER` does the run that FOLDER/run.json describes: the same
-settings, inner loop, schedule, evaluation and files as the Flower app has with one worker, but no
-outer step. A "round" is H optimizer steps: what lies between two evaluations.
+`python -m simulations.data_parallel FOLDER` does the run that FOLDER/run.json describes, and with a
+run config as second argument, written as for `flwr run`, that one: the same settings, inner loop,
+schedule, evaluation and files as the Flower app has with one worker, but no outer step. A "round"
+is H optimizer steps: what lies between two evaluations.
 """
 
 import json
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from flwr.common.config import parse_config_args
 from flwr.supercore import log
 
 from isoloco_flwr.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
@@ -168,9 +170,13 @@ def train_data_parallel(run_config: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Do the run of a folder."""
-    folder = Path(sys.argv[1])
-    config = json.loads((folder / "run.json").read_text())["run-config"]
+    """Do the run of a folder, or that of a run config into it."""
+    folder = Path(sys.argv[1]).absolute()
+    config = (
+        parse_config_args(sys.argv[2:])
+        if sys.argv[2:]
+        else json.loads((folder / "run.json").read_text())["run-config"]
+    )
     train_data_parallel(app_config() | config | {"output-dir": str(folder), "resume": True})
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from simulations.guard import guarded
 
-__all__ = ["SuperLink", "flwr_command", "flwr_run", "local_superlink"]
+__all__ = ["SuperLink", "flwr_command", "flwr_run", "local_superlink", "run_config_text"]
 
 _START_SECONDS = 60.0
 
@@ -164,8 +164,13 @@ def flwr_command(
     )
     command = ["flwr", "run", str(app), "--stream", "--federation-config", federation]
     if run_config:
-        command += ["--run-config", " ".join(f"{k}={_toml(v)}" for k, v in run_config.items())]
+        command += ["--run-config", run_config_text(run_config)]
     return command
+
+
+def run_config_text(run_config: Mapping[str, bool | float | int | str]) -> str:
+    """Return a run config as `flwr run --run-config` takes it."""
+    return " ".join(f"{key}={_toml(value)}" for key, value in run_config.items())
 
 
 def _toml(value: bool | float | int | str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from isoloco_flwr.checkpoint import ChangedSettingsError, check_same_settings
 from simulations.experiment import ROOT, Experiment, Run, Scale, app_config, final_runs, tuning_runs
-from simulations.flower import flwr_command
+from simulations.flower import flwr_command, run_config_text
 from simulations.outcome import Outcome, read_outcome, read_results
 
 __all__ = [
@@ -210,7 +210,8 @@ def _command(run: Run, folder: Path, resources: Resources) -> str:
     """Return the line that does a run by itself, typed into a shell in the project's folder."""
     own = f"runs/{folder.name}/{run.name}"
     if run.data_parallel:
-        return f"python -m simulations.data_parallel {own}"
+        config = shlex.quote(run_config_text(run.config))
+        return f"python -m simulations.data_parallel {own} {config}"
     arguments = flwr_arguments(run, folder, resources)
     arguments["run_config"] |= {"output-dir": f"{_HERE}/{own}", "resume": False}
     # The run config is in single quotes, which keep the shell from seeing variables.

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import subprocess
 
 import pytest
+from flwr.common.config import parse_config_args
 from made_up import EXPERIMENT, loss_of, outcome, rows_of
 
 from simulations.experiment import Run, Scale, load_experiment, tuning_runs
@@ -122,3 +124,28 @@ def test_the_expected_time_follows_from_the_folders_own_runs(tmp_path, tuning, r
     # What has been brought need not be done.
     both = Runs(tmp_path / "here", results)
     assert both.expected_seconds(tuning, jobs=1) == 0
+
+
+def test_the_line_that_does_a_run_by_itself_says_what_decides_it(tmp_path, scale, results):
+    folder = tmp_path / "merges"
+    known, _ = Runs(folder, results).plan(scale)
+    assert {run.data_parallel for run in known} == {True, False}
+    for run in known:
+        command = describe(run, folder, RESOURCES)["command"]
+        said = subprocess.run(
+            ["bash", "-c", f"printf '%s\\0' {command}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        *words, run_config = said.stdout.rstrip("\0").split("\0")
+        config = dict(parse_config_args([run_config]))
+        own = f"runs/merges/{run.name}"
+        if run.data_parallel:
+            assert words == ["python", "-m", "simulations.data_parallel", own]
+        else:
+            assert words[:3] == ["flwr", "run", "."]
+            assert f"num-supernodes={run.workers} " in words[words.index("--federation-config") + 1]
+            assert config.pop("output-dir") == f"{tmp_path}/{own}"
+            assert config.pop("resume") is False
+        assert config == run.config

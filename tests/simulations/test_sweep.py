@@ -67,15 +67,17 @@ def rounds_done(folder: Path) -> int:
 def kill_when(line: list[str], condition, may_end: bool = False) -> None:
     """Start a sweep and kill -9 it, and only it, as soon as a condition holds."""
     sweep = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 240
-    while not condition():
-        if sweep.poll() is not None:
-            assert may_end, sweep.stdout.read()
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-    sweep.send_signal(signal.SIGKILL)
-    sweep.communicate()
+    try:
+        deadline = time.monotonic() + 500
+        while not condition():
+            if sweep.poll() is not None:
+                assert may_end, sweep.stdout.read()
+                break
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        sweep.send_signal(signal.SIGKILL)
+        sweep.communicate()
 
 
 def finish(line: list[str]) -> str:
