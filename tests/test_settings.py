@@ -82,6 +82,11 @@ def test_a_value_of_zero_momentum_is_not_mistaken_for_unset():
         ("resume", 1, "true or false"),
         ("resume", "yes", "true or false"),
         ("checkpoint.every", 0, "a whole number >= 1"),
+        ("min-sites", -1, "a whole number >= 0"),
+        ("round-timeout", 0, "a number > 0"),
+        ("strategy.weighting", "steps", "one of uniform, examples"),
+        ("inner.stale-state", "keep", "one of age, use, reset"),
+        ("metrics.port", 65536, ">= 0 and < 65536"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(key, value, allowed):
