@@ -39,6 +39,8 @@ _NOBODY_ANSWERED = {
 }
 """Errors that the SuperLink answers with in place of a node that is gone."""
 
+_LATE = "Site %d has not answered in time, its round goes on without it"
+
 
 class Sites(Grid):
     """Wrap a Grid so that it shows the nodes that are ready, each in its place.
@@ -156,7 +158,7 @@ class Sites(Grid):
         """Send messages through the wrapped grid and remember to whom."""
         messages = list(messages)
         for place in sorted(self._waited_for.values()):
-            log(WARNING, "Site %d has not answered in time, its round went on without it", place)
+            log(WARNING, _LATE, place)
         places = {node_id: place for place, node_id in self._places.items()}
         message_ids = list(self._grid.push_messages(messages))
         self._waited_for = {
@@ -173,7 +175,11 @@ class Sites(Grid):
         replies = list(self._grid.pull_messages(message_ids))
         for reply in replies:
             place = self._waited_for.pop(reply.metadata.reply_to_message_id, None)
-            if place is not None and reply.has_error():
+            if place is None or not reply.has_error():
+                continue
+            if reply.error.code in _NOBODY_ANSWERED:
+                log(WARNING, _LATE, place)
+            else:
                 log(WARNING, "Site %d has an error: %s", place, _last_line(reply.error.reason))
         return replies
 

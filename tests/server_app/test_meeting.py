@@ -156,6 +156,20 @@ def test_who_has_not_answered_is_in_the_log(flower_log):
     assert "Site 0 has not" not in flower_log()
 
 
+def test_a_site_whose_message_has_expired_is_late_and_one_that_fails_has_an_error(flower_log):
+    nodes = Nodes(n1=(0, 2), n2=(1, 2))
+    sites = Sites(nodes, min_sites=1)
+    sites.meet()
+    nodes.answers[1] = Error(ErrorCode.MESSAGE_UNAVAILABLE, "Message Unavailable")
+    nodes.answers[2] = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, "Traceback\nno room")
+    messages = [
+        Message(RecordDict(), dst_node_id=node_id, message_type="train") for node_id in (1, 2)
+    ]
+    assert len(list(sites.pull_messages(sites.push_messages(messages)))) == 2
+    assert "Site 0 has not answered in time" in flower_log()
+    assert "Site 1 has an error: no room" in flower_log()
+
+
 PROBLEMS = {
     "both have partition-id 0": {"n1": (0, 2), "n2": (0, 2)},
     "has num-partitions 3, others have 2": {"n1": (0, 2), "n2": (1, 3)},
