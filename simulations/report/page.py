@@ -1,12 +1,13 @@
 """The HTML page of a report, in one file that needs no other."""
 
 import base64
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from simulations.experiment import Experiment, app_config
+from simulations.experiment import Experiment, app_config, experiment_names
 from simulations.outcome import Outcome
 from simulations.report.pictures import Picture
 from simulations.report.view import is_number
@@ -178,9 +179,9 @@ def _cell(text: str, kind: str) -> str:
 
 def _commands(experiment: Experiment, scale_name: str, outcomes: Sequence[Outcome]) -> str:
     scale = "" if scale_name == "laptop" else f" --scale {scale_name}"
-    sweep = "\n".join(
-        f"python -m simulations {word} {experiment.name}{scale}" for word in ("run", "report")
-    )
+    name = experiment.name
+    place = name if name in experiment_names() else shlex.quote(f"{name}.toml")
+    sweep = "\n".join(f"python -m simulations {word} {place}{scale}" for word in ("run", "report"))
     single = "\n\n".join(f"# {run.run}\n{run.command}" for run in outcomes)
     return (
         f"<section><h2>Commands</h2><pre>{escape(sweep)}</pre><details><summary>Each run by "

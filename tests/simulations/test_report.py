@@ -197,7 +197,10 @@ def test_the_page_needs_nothing_but_itself(page, folder):
 
 
 def test_the_commands_are_there_as_they_are_typed(page, outcomes):
-    assert "python -m simulations run merges\npython -m simulations report merges" in page.text
+    assert (
+        "python -m simulations run merges.toml\npython -m simulations report merges.toml"
+        in page.text
+    )
     for run in outcomes:
         assert f"# {run.run}\n{run.command}" in page.text
 

@@ -12,8 +12,14 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from simulations.experiment import load_experiment
+from simulations.outcome import write_results
+from simulations.runs import Resources, Runs
+from simulations.sweep import sweep
+
 ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 3
+RESOURCES = Resources(jobs=1, cpus_per_client=2, gpus_per_client=0.0, threads=1)
 SAME = ("round", "eval-loss", "train-loss", "tokens", "bytes-up", "bytes-down", "replies-used")
 
 EXPERIMENT = """
@@ -66,18 +72,18 @@ def rounds_done(folder: Path) -> int:
 
 def kill_when(line: list[str], condition, may_end: bool = False) -> None:
     """Start a sweep and kill -9 it, and only it, as soon as a condition holds."""
-    sweep = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 500
         while not condition():
-            if sweep.poll() is not None:
-                assert may_end, sweep.stdout.read()
+            if process.poll() is not None:
+                assert may_end, process.stdout.read()
                 break
             assert time.monotonic() < deadline
             time.sleep(0.002)
     finally:
-        sweep.send_signal(signal.SIGKILL)
-        sweep.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
 
 
 def finish(line: list[str]) -> str:
@@ -152,6 +158,15 @@ def test_killed_and_started_again_it_ends_as_undisturbed(command, tmp_path):
     # Both end at the same tokens, and finished runs leave no worker's state behind.
     assert {run["rows"][-1]["tokens"] for run in expected.values()} == {6144}
     assert not list((tmp_path / "cache" / "workers").glob("*"))
+
+    # What was done here need not be done on another machine that has its results.
+    scale = load_experiment(str(tmp_path / "tiny.toml")).scales["laptop"]
+    here = Runs(undisturbed)
+    write_results(tmp_path / "results.jsonl", map(here.outcome, here.plan(scale)[0]))
+    elsewhere = Runs(tmp_path / "elsewhere", tmp_path / "results.jsonl")
+    assert all(map(elsewhere.is_finished, elsewhere.plan(scale)[0]))
+    assert sweep(elsewhere, scale, RESOURCES) == []
+    assert not list((tmp_path / "elsewhere").glob("*_*"))
 
     # Started once more it finds nothing to do, in no time.
     assert "0 of 2 runs to do" in finish(line)
