@@ -2,10 +2,13 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from logging import WARNING
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
+from flwr.supercore import log
 from flwr.supercore.run import Run
 
 __all__ = ["StreamingGrid"]
@@ -85,6 +88,20 @@ class StreamingGrid(Grid):
         deadline = None if timeout is None else time.monotonic() + timeout
         return self._receive(message_ids, deadline)
 
+    def _pull_one(self, message_id: str) -> list[Message]:
+        """Fetch a reply; none where the SuperLink has a moment of weakness.
+
+        Its database is locked at times while large models are written to it, and Flower tries
+        again only where there is no connection.
+        """
+        try:
+            return list(self.pull_messages([message_id]))
+        except httpx.HTTPStatusError as error:
+            if not error.response.is_server_error:
+                raise
+            log(WARNING, "The SuperLink fails to hand a reply over, it is asked again: %s", error)
+            return []
+
     def _receive(self, message_ids: list[str], deadline: float | None) -> Iterator[Message]:
         while message_ids:
             missing = []
@@ -92,7 +109,7 @@ class StreamingGrid(Grid):
             for message_id in message_ids:
                 asked = time.monotonic()
                 # One at a time: a reply is freed before the next is fetched.
-                replies = list(self.pull_messages([message_id]))
+                replies = self._pull_one(message_id)
                 if not replies:
                     missing.append(message_id)
                     in_vain += time.monotonic() - asked

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from logging import INFO, WARNING
 
+import httpx
 from flwr.app import Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
@@ -191,7 +192,15 @@ class Sites(Grid):
 
     def _look_around(self) -> None:
         """See who is online, ask those that are new and take in their answers."""
-        self._last_look = now = time.monotonic()
+        self._last_look = time.monotonic()
+        try:
+            self._meet_nodes(self._last_look)
+        except httpx.HTTPStatusError as error:
+            if not error.response.is_server_error:
+                raise
+            log(WARNING, "The SuperLink fails to say who is online, it is asked again: %s", error)
+
+    def _meet_nodes(self, now: float) -> None:
         online = {node.node_id: node for node in self._grid.get_nodes()}
         if self._started:
             for place, node_id in sorted(self._places.items()):

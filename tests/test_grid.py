@@ -2,6 +2,7 @@
 
 import time
 
+import httpx
 import pytest
 from flwr.app import ConfigRecord, Message, MessageType, RecordDict
 from rounds import LoopbackGrid, random_model, record
@@ -154,3 +155,29 @@ def test_a_stragglers_config_keeps_its_round_number():
     strategy.configure_train(2, record(random_model(0)), config, grid)
     assert first.content["config"]["server-round"] == 1
     assert first.content["config"]["lr"] == 0.1
+
+
+class WeakGrid(LoopbackGrid):
+    """Answers with HTTP errors of these numbers first."""
+
+    def __init__(self, *statuses):
+        super().__init__(1, work=lambda node, sent, config: sent)
+        self.statuses = list(statuses)
+
+    def pull_messages(self, message_ids):
+        if self.statuses:
+            request = httpx.Request("POST", "http://superlink/v1/runtime/pull-messages")
+            response = httpx.Response(self.statuses.pop(0), request=request)
+            response.raise_for_status()
+        return super().pull_messages(message_ids)
+
+
+def test_a_superlink_that_fails_for_a_moment_is_asked_again():
+    grid = StreamingGrid(WeakGrid(500, 503))
+    assert nodes(grid.send_and_receive(questions(1), timeout=10)) == [101]
+
+
+def test_a_superlink_that_refuses_is_not_asked_again():
+    grid = StreamingGrid(WeakGrid(403))
+    with pytest.raises(httpx.HTTPStatusError, match="403"):
+        list(grid.send_and_receive(questions(1), timeout=10))
