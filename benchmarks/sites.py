@@ -6,8 +6,8 @@ rounds and looks at the SuperLink's memory after each. The clients send back wha
 """
 
 import argparse
+import itertools
 import tempfile
-import time
 from pathlib import Path
 
 from benchmarks.report import write
@@ -30,6 +30,7 @@ clientapp = "echo.client:app"
 sites = 2
 rounds = 1
 arrays = 1
+output = ""
 """
 
 CLIENT = """
@@ -48,6 +49,8 @@ def train(message: Message, context: Context) -> Message:
 """
 
 SERVER = """
+import time
+
 import torch
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
@@ -64,21 +67,14 @@ def main(grid: Grid, context: Context) -> None:
     model = {f"layer{n}.weight": torch.randn(rows, 1000) for n in range(config["arrays"])}
     sites = config["sites"]
     strategy = LocalSGD(fraction_evaluate=0.0, min_train_nodes=sites, min_available_nodes=sites)
-    strategy.start(grid, ArrayRecord(model), num_rounds=config["rounds"])
+
+    def note(server_round, arrays):
+        with open(config["output"], "a") as file:
+            used = strategy.train_metrics.get("replies-used", 0)
+            file.write(f"{server_round} {used} {time.time()}\\n")
+
+    strategy.start(grid, ArrayRecord(model), num_rounds=config["rounds"], evaluate_fn=note)
 """
-
-
-_ENDED = "aggregate_train: Used"
-
-
-def begun(federation: Federation) -> bool:
-    """Return whether the first round has been sent out."""
-    return "configure_train" in federation.log("run")
-
-
-def ended(federation: Federation) -> int:
-    """Return how many rounds are over."""
-    return federation.log("run").count(_ENDED)
 
 
 def memory(federation: Federation, program: str) -> float:
@@ -89,6 +85,10 @@ def memory(federation: Federation, program: str) -> float:
             rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
             return int(rollup.split("\nPss:", 1)[1].split()[0]) / 1e3
     raise SystemExit(f"{program} does not run")
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
 
 
 def measure(sites: int, rounds: int, arrays: int) -> list[dict[str, object]]:
@@ -104,24 +104,22 @@ def measure(sites: int, rounds: int, arrays: int) -> list[dict[str, object]]:
         federation.start_superlink()
         for place in range(sites):
             federation.start_site(place, sites)
-        run = federation.run({"sites": sites, "rounds": rounds, "arrays": arrays}, app=app)
-        wait_for(lambda: begun(federation), 1800, "the start")
-        before = time.monotonic()
-        for number in range(1, rounds + 1):
-            wait_for(lambda n=number: ended(federation) >= n, 3600, "a round")  # type: ignore[misc]
-            now = time.monotonic()
-            rows.append(
-                {
-                    "round": number,
-                    "seconds": f"{now - before:.1f}",
-                    "SuperLink, MB": f"{memory(federation, 'flower-superlink'):.0f}",
-                }
-            )
-            before = now
+        # Not the run's log: Flower stops to stream it when its database was locked once.
+        notes = Path(scratch) / "notes"
+        notes.touch()
+        run = federation.run(
+            {"sites": sites, "rounds": rounds, "arrays": arrays, "output": str(notes)}, app=app
+        )
+        for number in range(rounds + 1):
+            wait_for(lambda n=number: len(_lines(notes)) > n, 3600, "a round")  # type: ignore[misc]
+            if number:
+                megabytes = memory(federation, "flower-superlink")
+                rows.append({"round": number, "SuperLink, MB": f"{megabytes:.0f}"})
         run.wait(timeout=600)
-        log = federation.log("run")
-        if log.count(f"{_ENDED} {sites} replies, rejected 0, missing 0") != rounds:
-            raise SystemExit(log)
+        noted = [line.split() for line in _lines(notes)]
+    for row, (before, after) in zip(rows, itertools.pairwise(noted), strict=True):
+        row["seconds"] = f"{float(after[2]) - float(before[2]):.1f}"
+        row["replies used"] = after[1]
     return rows
 
 
