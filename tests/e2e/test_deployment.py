@@ -85,7 +85,9 @@ class Deployment:
     @contextmanager
     def start(self, name: str, command: list[str]) -> Iterator["subprocess.Popen[str]"]:
         """Run a command in the way of an operator, with its output in NAME.log."""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # Flower's own programs look for each other on the path, which need not have them here.
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
         log = self.folder / f"{name}.log"
         with (
             log.open("w") as file,
