@@ -102,8 +102,15 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def losses(tmp_path_factory, config) -> dict[str, list[float]]:
-    """Return the held-out losses of every run by its method: real `flwr run`s, two at a time."""
+def losses(request, tmp_path_factory, config) -> dict[str, list[float]]:
+    """Return the held-out losses of runs by their method: real `flwr run`s, two at a time.
+
+    Only those that the tests of this session ask for are run.
+    """
+    tests = [item for item in request.session.items if item.path == request.path]
+    wanted = {test.callspec.params["method"] for test in tests if hasattr(test, "callspec")}
+    if any(test.name == test_the_recipes_end_apart.__name__ for test in tests):
+        wanted |= set(RECIPES)
     folder = tmp_path_factory.mktemp("recomputation")
     path = folder / "every-strategy.toml"
     path.write_text(experiment(config))
@@ -111,7 +118,12 @@ def losses(tmp_path_factory, config) -> dict[str, list[float]]:
     resources = Resources(jobs=2, cpus_per_client=2, gpus_per_client=0.0, threads=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ISOLOCO_CACHE", str(folder / "cache"))
-        failed = sweep(Runs(folder / "runs"), scale, resources)
+        failed = sweep(
+            Runs(folder / "runs"),
+            scale,
+            resources,
+            chosen=lambda run: run.data_parallel or run.point["method"] in wanted,
+        )
     assert not failed, [run.name for run in failed]
     found = {}
     for run in (folder / "runs").glob("*_workers-*"):
@@ -244,13 +256,21 @@ def data_parallel_by_hand(config: Path, tokens) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize(
+    "method",
+    [
+        # One of the mean, one of Iso-C, one of each worker's own values: the rest take minutes.
+        pytest.param(name, marks=() if name in ("diloco", "isoloco", "dare") else pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
 def test_three_rounds_at_four_workers_are_those_computed_by_hand(method, losses, config, tokens):
     expected = by_hand(method, config, tokens)
     assert losses[method] == pytest.approx(expected, abs=1e-5)
     assert expected[-1] < expected[0] - 0.1  # it has moved far enough to tell merges apart
 
 
+@pytest.mark.slow
 def test_the_recipes_end_apart(losses):
     """No two could be taken for one another within the tolerance."""
     last = sorted(losses[method][-1] for method in RECIPES)
