@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from logging import WARNING
 
 import httpx
@@ -11,7 +12,7 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 from flwr.supercore.run import Run
 
-__all__ = ["StreamingGrid"]
+__all__ = ["StreamingGrid", "WrappedGrid", "forgiven"]
 
 _SHORTEST_WAIT = 0.05
 _LONGEST_WAIT = 1.0
@@ -20,11 +21,23 @@ _ASKING_SHARE = 0.05
 often, so that the last of a round is not noticed late, and many seldom."""
 
 
-class StreamingGrid(Grid):
-    """Wrap a Grid so that `send_and_receive` yields each reply when it comes.
+@contextmanager
+def forgiven(what: str) -> Iterator[None]:
+    """Go on after what is in here where the SuperLink has a moment of weakness, and say so.
 
-    Flower's own grids gather all replies of a round in memory before a strategy sees the first.
-    Here one reply is in flight at a time, in simulations and deployments alike.
+    Its database is locked at times while large models are written to it, and Flower tries again
+    only where there is no connection.
+    """
+    try:
+        yield
+    except httpx.HTTPStatusError as error:
+        if not error.response.is_server_error:
+            raise
+        log(WARNING, "The SuperLink fails to %s, it is asked again: %s", what, error)
+
+
+class WrappedGrid(Grid):
+    """Hand everything on to another Grid; subclasses change what they are for.
 
     Parameters
     ----------
@@ -73,6 +86,25 @@ class StreamingGrid(Grid):
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """Send messages and return the replies, through the wrapped grid."""
+        return self._grid.send_and_receive(messages, timeout=timeout)
+
+
+class StreamingGrid(WrappedGrid):
+    """Wrap a Grid so that `send_and_receive` yields each reply when it comes.
+
+    Flower's own grids gather all replies of a round in memory before a strategy sees the first.
+    Here one reply is in flight at a time, in simulations and deployments alike.
+
+    Parameters
+    ----------
+    grid : Grid
+        The grid that a ServerApp was given.
+    """
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> Iterator[Message]:
         """Send messages at once and return an iterator over the replies as they arrive.
 
@@ -89,18 +121,9 @@ class StreamingGrid(Grid):
         return self._receive(message_ids, deadline)
 
     def _pull_one(self, message_id: str) -> list[Message]:
-        """Fetch a reply; none where the SuperLink has a moment of weakness.
-
-        Its database is locked at times while large models are written to it, and Flower tries
-        again only where there is no connection.
-        """
-        try:
+        with forgiven("hand a reply over"):
             return list(self.pull_messages([message_id]))
-        except httpx.HTTPStatusError as error:
-            if not error.response.is_server_error:
-                raise
-            log(WARNING, "The SuperLink fails to hand a reply over, it is asked again: %s", error)
-            return []
+        return []
 
     def _receive(self, message_ids: list[str], deadline: float | None) -> Iterator[Message]:
         while message_ids:

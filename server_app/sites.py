@@ -6,15 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from logging import INFO, WARNING
 
-import httpx
 from flwr.app import Message, MessageType, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore import log
-from flwr.supercore.run import Run
 
 from isoloco_flwr.fields import SettingsError
+from isoloco_flwr.grid import WrappedGrid, forgiven
 from server_app.introduction import (
     Introduction,
     SitesNotReadyError,
@@ -43,7 +42,7 @@ _NOBODY_ANSWERED = {
 _LATE = "Site %d has not answered in time, its round goes on without it"
 
 
-class Sites(Grid):
+class Sites(WrappedGrid):
     """Wrap a Grid so that it shows the nodes that are ready, each in its place.
 
     A worker's place is its node's `partition-id` out of `num-partitions`; simulations set both,
@@ -61,7 +60,7 @@ class Sites(Grid):
     """
 
     def __init__(self, grid: Grid, *, min_sites: int) -> None:
-        self._grid = grid
+        super().__init__(grid)
         self._min_sites = min_sites
         self._answers: dict[int, Introduction] = {}
         """What nodes have said, by node id."""
@@ -115,26 +114,6 @@ class Sites(Grid):
             )
         return places
 
-    def set_run(self, run: Run) -> None:
-        """Set the run of the wrapped grid."""
-        self._grid.set_run(run)
-
-    @property
-    def run(self) -> Run:
-        """The run of the wrapped grid."""
-        return self._grid.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """Create a message through the wrapped grid."""
-        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
-
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that are online and ready, by place."""
         return [node.node_id for node in self.get_nodes()]
@@ -184,21 +163,11 @@ class Sites(Grid):
                 log(WARNING, "Site %d has an error: %s", place, _last_line(reply.error.reason))
         return replies
 
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Send messages and return the replies, through the wrapped grid."""
-        return self._grid.send_and_receive(messages, timeout=timeout)
-
     def _look_around(self) -> None:
         """See who is online, ask those that are new and take in their answers."""
         self._last_look = time.monotonic()
-        try:
+        with forgiven("say who is online"):
             self._meet_nodes(self._last_look)
-        except httpx.HTTPStatusError as error:
-            if not error.response.is_server_error:
-                raise
-            log(WARNING, "The SuperLink fails to say who is online, it is asked again: %s", error)
 
     def _meet_nodes(self, now: float) -> None:
         online = {node.node_id: node for node in self._grid.get_nodes()}
