@@ -153,7 +153,7 @@ def check_weight(key: str, weight: object) -> float:
 
 def is_finite(tensor: Tensor) -> bool:
     """Tell whether every value of a tensor is finite."""
-    return not any(True for _ in not_finite({"": tensor}))
+    return next(not_finite({"": tensor}), None) is None
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> Iterator[str]:
