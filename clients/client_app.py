@@ -238,14 +238,7 @@ def _own_data(data: DataSettings, site: SiteSettings) -> DataSettings:
 @lru_cache(maxsize=1)
 def _tokens(data: DataSettings) -> Tokens:
     """Open the memory maps once for all virtual workers of this process."""
-    return load_tokens(
-        data.source,
-        tokenizer=data.tokenizer,
-        dataset_config=data.dataset_config,
-        split=data.split,
-        text_column=data.text_column,
-        label_column=data.label_column,
-    )
+    return load_tokens(**data.text())
 
 
 @lru_cache(maxsize=1)

@@ -180,6 +180,17 @@ class DataSettings:
                 "allowed is the name of a column that labels the documents (sotu: president, era)"
             )
 
+    def text(self) -> dict[str, str]:
+        """Return what `load_tokens` takes: the text, without who gets what of it."""
+        return {
+            "source_name": self.source,
+            "tokenizer": self.tokenizer,
+            "dataset_config": self.dataset_config,
+            "split": self.split,
+            "text_column": self.text_column,
+            "label_column": self.label_column,
+        }
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:

@@ -36,15 +36,7 @@ def main(grid: Grid, context: Context) -> None:
     """Pre-train the run config's model with all connected workers and write the results."""
     # Everything that can be wrong is looked at before the first round.
     settings = parse_settings(context.run_config)
-    data = settings.data
-    tokens = load_tokens(
-        data.source,
-        tokenizer=data.tokenizer,
-        dataset_config=data.dataset_config,
-        split=data.split,
-        text_column=data.text_column,
-        label_column=data.label_column,
-    )
+    tokens = load_tokens(**settings.data.text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build_model(
         settings.model.preset,

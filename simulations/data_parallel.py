@@ -65,15 +65,8 @@ def train_data_parallel(run_config: Mapping[str, Any]) -> None:
         A whole run config. What it says of strategy, partitioner and reply does not matter.
     """
     settings = parse_settings(run_config)
-    inner, data = settings.inner, settings.data
-    tokens = load_tokens(
-        data.source,
-        tokenizer=data.tokenizer,
-        dataset_config=data.dataset_config,
-        split=data.split,
-        text_column=data.text_column,
-        label_column=data.label_column,
-    )
+    inner = settings.inner
+    tokens = load_tokens(**settings.data.text())
     model = build_model(
         settings.model.preset,
         vocabulary_size=tokens.vocabulary_size,
@@ -164,7 +157,7 @@ def train_data_parallel(run_config: Mapping[str, Any]) -> None:
             checkpoint = Checkpoint(number, parameters, momentum={}, settings={})
             save_checkpoint(checkpoints, checkpoint, keep=settings.checkpoint.keep)
             done = number
-    save_model(model, load_tokenizer(data.tokenizer), folder / "model")
+    save_model(model, load_tokenizer(tokens.tokenizer), folder / "model")
     draw_loss(rounds.rows, "data-parallel", folder / "loss.png")
     log(INFO, "Results are in %s", folder)
 
