@@ -12,25 +12,9 @@ import time
 from pathlib import Path
 from typing import IO
 
+from benchmarks.flower_app import write_app
 from benchmarks.report import write
 from simulations.flower import flwr_run, local_superlink
-
-PYPROJECT = """
-[project]
-name = "donothing"
-version = "0.0.1"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "benchmark"
-
-[tool.flwr.app.components]
-serverapp = "donothing.apps:server_app"
-clientapp = "donothing.apps:client_app"
-
-[tool.flwr.app.config]
-rounds = 2
-"""
 
 APP = """
 import torch
@@ -83,13 +67,9 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         app, home = Path(scratch) / "app", Path(scratch) / "flwr"
-        (app / "donothing").mkdir(parents=True)
-        (app / "pyproject.toml").write_text(PYPROJECT)
-        (app / "donothing" / "__init__.py").touch()
         source = APP.replace("STRATEGY", arguments.strategy)
-        (app / "donothing" / "apps.py").write_text(
-            source.replace("CLIENTS", str(arguments.clients))
-        )
+        source = source.replace("CLIENTS", str(arguments.clients))
+        write_app(app, "donothing", {"apps": source}, config="rounds = 2")
         peak = 0
         rounds: list[float] = []
         started = time.monotonic()

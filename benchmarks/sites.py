@@ -10,23 +10,11 @@ import itertools
 import tempfile
 from pathlib import Path
 
+from benchmarks.flower_app import write_app
 from benchmarks.report import write
 from tests.federation import MARK, Federation, processes, wait_for
 
-PYPROJECT = """
-[project]
-name = "echo"
-version = "0.0.1"
-dependencies = []
-
-[tool.flwr.app]
-publisher = "benchmark"
-
-[tool.flwr.app.components]
-serverapp = "echo.server:app"
-clientapp = "echo.client:app"
-
-[tool.flwr.app.config]
+CONFIG = """
 sites = 2
 rounds = 1
 arrays = 1
@@ -95,12 +83,14 @@ def measure(sites: int, rounds: int, arrays: int) -> list[dict[str, object]]:
     """Run it; return a row a round."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as scratch, Federation(Path(scratch) / "here") as federation:
-        app = Path(scratch) / "app"
-        (app / "echo").mkdir(parents=True)
-        (app / "pyproject.toml").write_text(PYPROJECT)
-        (app / "echo" / "__init__.py").touch()
-        (app / "echo" / "client.py").write_text(CLIENT)
-        (app / "echo" / "server.py").write_text(SERVER)
+        app = write_app(
+            Path(scratch) / "app",
+            "echo",
+            {"client": CLIENT, "server": SERVER},
+            server="server:app",
+            client="client:app",
+            config=CONFIG,
+        )
         federation.start_superlink()
         for place in range(sites):
             federation.start_site(place, sites)

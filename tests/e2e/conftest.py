@@ -1,9 +1,9 @@
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from benchmarks.flower_app import write_app
 from simulations.flower import SuperLink, flwr_run, local_superlink
 
 
@@ -42,31 +42,6 @@ def make_app(tmp_path: Path) -> Callable[..., Path]:
     """Write a Flower app of one module, in the way of somebody who does not know this project."""
 
     def make(name: str, source: str, config: str = "") -> Path:
-        folder = tmp_path / name
-        package = folder / name
-        package.mkdir(parents=True)
-        (package / "__init__.py").touch()
-        (package / "apps.py").write_text(textwrap.dedent(source))
-        (folder / "pyproject.toml").write_text(
-            textwrap.dedent(
-                f"""
-                [project]
-                name = "{name}"
-                version = "0.0.1"
-                dependencies = []
-
-                [tool.flwr.app]
-                publisher = "somebody"
-
-                [tool.flwr.app.components]
-                serverapp = "{name}.apps:server_app"
-                clientapp = "{name}.apps:client_app"
-
-                [tool.flwr.app.config]
-                """
-            )
-            + textwrap.dedent(config)
-        )
-        return folder
+        return write_app(tmp_path / name, name, {"apps": source}, config=config)
 
     return make

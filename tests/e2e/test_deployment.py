@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -83,11 +83,11 @@ class Deployment:
         return {**os.environ, **flower_environment(self.folder / "server"), "OMP_NUM_THREADS": "1"}
 
     @contextmanager
-    def start(self, name: str, command: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    def start(
+        self, name: str, command: list[str], own: Mapping[str, str] | None = None
+    ) -> Iterator["subprocess.Popen[str]"]:
         """Run a command in the way of an operator, with its output in NAME.log."""
-        # Flower's own programs look for each other on the path, which need not have them here.
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": path}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(own or {})}
         log = self.folder / f"{name}.log"
         with (
             log.open("w") as file,
@@ -207,7 +207,9 @@ def deployed(tmp_path_factory) -> Iterator[tuple[Deployment, str, dict[str, tupl
             ],
         }
         for name, command in others.items():
-            with here.start(name, command) as process:
+            # Flower's own program does not look for its parts where it lies itself.
+            own = flower_environment(here.folder / name) if command[0] == supernode else {}
+            with here.start(name, command, own) as process:
                 code = process.wait(timeout=120)
             refused[name] = (code, here.log(name))
         log, _ = run.communicate(timeout=560)
