@@ -6,7 +6,7 @@ the sum has the same bits each time.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -140,8 +140,8 @@ def check_tensors(
         both_float = got.is_floating_point() and sent.is_floating_point()
         if got.dtype != sent.dtype and not (any_float and both_float):
             raise BadReplyError(f"array {name!r} of {got.dtype}, sent was {sent.dtype}")
-    for name in not_finite({name: tensors[name] for name in reference}):
-        raise BadReplyError(f"array {name!r} has values that are not finite")
+        if not is_finite(got):
+            raise BadReplyError(f"array {name!r} has values that are not finite")
 
 
 def check_weight(key: str, weight: object) -> float:
@@ -152,35 +152,16 @@ def check_weight(key: str, weight: object) -> float:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether every value of a tensor is finite."""
-    return next(not_finite({"": tensor}), None) is None
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the names of tensors that hold a value that is not finite, in their order."""
-    arrays = {
-        name: _flat(tensor)
-        for name, tensor in tensors.items()
-        if tensor.dtype == torch.float32 and tensor.is_cpu
-    }
-    sums: dict[str, list[float]] = {name: [] for name in arrays}
-
-    def add_up(chunks: Sequence[tuple[str, slice]]) -> None:
+    """Tell whether every value of a tensor is finite, in one cheap pass where it is so."""
+    if not tensor.is_floating_point():
+        return True
+    # The sum of finite values is finite but for an overflow, which only the slow pass can tell.
+    if tensor.dtype == torch.float32 and tensor.is_cpu:
         with np.errstate(over="ignore", invalid="ignore"):
-            for name, chunk in chunks:
-                sums[name].append(float(np.add.reduce(arrays[name][chunk])))
-
-    _in_threads(add_up, arrays)
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            continue
-        # A sum of finite values is finite but for an overflow, which only the slow pass can tell.
-        if name in arrays:
-            total = sum(sums[name])
-        else:
-            total = tensor.sum(dtype=accumulation_dtype(tensor)).item()
-        if not math.isfinite(total) and not torch.isfinite(tensor).all():
-            yield name
+            total = float(np.add.reduce(_flat(tensor)))
+    else:
+        total = tensor.sum(dtype=accumulation_dtype(tensor)).item()
+    return math.isfinite(total) or bool(torch.isfinite(tensor).all())
 
 
 def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[Reply]:
@@ -264,7 +245,16 @@ class MeanAccumulator:
 
     def _fold(self) -> None:
         """Add what is pending, each thread to chunks of its own."""
-        _in_threads(self._fold_chunks, self._sums)
+        chunks = [
+            (name, slice(start, start + _CHUNK))
+            for name, total in self._sums.items()
+            for start in range(0, total.size, _CHUNK)
+        ]
+        threads = torch.get_num_threads()
+        # Threads of Python and NumPy's loops: torch would start and join its threads anew for
+        # every chunk, which takes as long as the sums themselves.
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(self._fold_chunks, (chunks[place::threads] for place in range(threads))))
         self._pending.clear()
         self._pending_bytes = 0
 
@@ -283,27 +273,6 @@ class MeanAccumulator:
                     if reply.weight != 1:
                         values = np.multiply(values, reply.weight, out=buffer)
                     np.add(total, values, out=total)
-
-
-def _in_threads(
-    work: Callable[[Sequence[tuple[str, slice]]], None], arrays: Mapping[str, NDArray[Any]]
-) -> None:
-    """Share chunks of flat arrays out among as many threads as torch uses.
-
-    Threads of Python and NumPy's loops: torch would start and join its threads anew for every
-    chunk, which takes as long as a sum itself.
-    """
-    chunks = [
-        (name, slice(start, start + _CHUNK))
-        for name, values in arrays.items()
-        for start in range(0, values.size, _CHUNK)
-    ]
-    threads = torch.get_num_threads()
-    if threads == 1 or len(chunks) < 2 * threads:
-        work(chunks)
-        return
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, (chunks[place::threads] for place in range(threads))))
 
 
 def _flat(tensor: Tensor) -> NDArray[Any]:
