@@ -6,8 +6,7 @@ the sum has the same bits each time.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -244,35 +243,32 @@ class MeanAccumulator:
         }
 
     def _fold(self) -> None:
-        """Add what is pending, each thread to chunks of its own."""
-        chunks = [
-            (name, slice(start, start + _CHUNK))
-            for name, total in self._sums.items()
-            for start in range(0, total.size, _CHUNK)
-        ]
-        threads = torch.get_num_threads()
-        # Threads of Python and NumPy's loops: torch would start and join its threads anew for
-        # every chunk, which takes as long as the sums themselves.
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(self._fold_chunks, (chunks[place::threads] for place in range(threads))))
+        """Add what is pending, a chunk of all tensors at a time.
+
+        In the caller's thread: the sums are as fast as memory is, to which a second thread adds
+        little, and beside other processes at work its hand-overs take longer than the sums.
+        """
+        buffers = {np.dtype(kind): np.empty(_CHUNK, kind) for kind in (np.float32, np.float64)}
+        with np.errstate(over="ignore", invalid="ignore"):  # the engine looks at what comes out
+            for name, sums in self._sums.items():
+                for start in range(0, sums.size, _CHUNK):
+                    chunk = slice(start, start + _CHUNK)
+                    self._fold_chunk(name, chunk, buffers[sums.dtype])
         self._pending.clear()
         self._pending_bytes = 0
 
-    def _fold_chunks(self, chunks: Sequence[tuple[str, slice]]) -> None:
-        buffers = {np.dtype(kind): np.empty(_CHUNK, kind) for kind in (np.float32, np.float64)}
-        with np.errstate(over="ignore", invalid="ignore"):  # the engine looks at what comes out
-            for name, chunk in chunks:
-                total = self._sums[name][chunk]
-                sent = self._reference[name]
-                start = _widened(self._start[name][chunk], sent.dtype)
-                buffer = buffers[total.dtype][: total.size]
-                for reply, arrays in self._pending:
-                    values = _widened(arrays[name][chunk], reply.tensors[name].dtype)
-                    if sent.is_floating_point() and not reply.is_pseudo_gradient:
-                        values = np.subtract(start, values, out=buffer)
-                    if reply.weight != 1:
-                        values = np.multiply(values, reply.weight, out=buffer)
-                    np.add(total, values, out=total)
+    def _fold_chunk(self, name: str, chunk: slice, buffer: NDArray[Any]) -> None:
+        total = self._sums[name][chunk]
+        sent = self._reference[name]
+        start = _widened(self._start[name][chunk], sent.dtype)
+        buffer = buffer[: total.size]
+        for reply, arrays in self._pending:
+            values = _widened(arrays[name][chunk], reply.tensors[name].dtype)
+            if sent.is_floating_point() and not reply.is_pseudo_gradient:
+                values = np.subtract(start, values, out=buffer)
+            if reply.weight != 1:
+                values = np.multiply(values, reply.weight, out=buffer)
+            np.add(total, values, out=total)
 
 
 def _flat(tensor: Tensor) -> NDArray[Any]:
