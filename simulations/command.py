@@ -28,6 +28,7 @@ from simulations.runs import (
     brought_results,
     experiment_folder,
     last_row,
+    outcomes_of_others,
 )
 from simulations.sweep import Event, sweep
 
@@ -38,7 +39,7 @@ Name = Annotated[str, typer.Argument(help="An experiment's name, or the path of 
 ScaleName = Annotated[str, typer.Option("--scale", help="The experiment's size.")]
 RunsRoot = Annotated[Path, typer.Option("--runs", help="Folder that holds all experiments' runs.")]
 Anew = Annotated[
-    bool, typer.Option("--anew", help="Do not count the results in simulations/results/.")
+    bool, typer.Option("--anew", help="Do not count results of other places and experiments.")
 ]
 
 
@@ -153,7 +154,11 @@ def _open(name: str, scale: str, root: Path, anew: bool) -> tuple[Experiment, Sc
         if scale not in experiment.scales:
             sys.exit(f"--scale {scale}: allowed is one of {', '.join(experiment.scales)}")
         folder = experiment_folder(root.expanduser().absolute(), experiment, scale)
-        runs = Runs(folder, None if anew else brought_results(folder))
+        runs = (
+            Runs(folder)
+            if anew
+            else Runs(folder, brought_results(folder), outcomes_of_others(folder))
+        )
     except (ExperimentError, SweepError) as error:
         sys.exit(str(error))
     return experiment, experiment.scales[scale], runs
@@ -185,7 +190,7 @@ def _state(run: Run, runs: Runs) -> str:
     if runs.is_finished_here(run):
         return "finished"
     if runs.is_brought(run):
-        return "finished, in simulations/results"
+        return "finished elsewhere"
     if row := last_row(runs.folder / run.name):
         return f"cut after round {row['round']}"
     if (runs.folder / "failed" / run.name).exists():

@@ -2,18 +2,20 @@
 
 In the experiment's folder each run has one of its own, by its id, with `run.json` (everything that
 decided it), the files of the app (`metrics.jsonl`, `config.json`, `model/`, ...), `flwr.log`, and
-once it is over `finished.json`. Results that another machine has brought count as finished too.
+once it is over `finished.json`. Results that another machine has brought count as finished too, and
+so do runs of another experiment that the same settings have decided.
 """
 
 import json
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from isoloco_flwr.checkpoint import ChangedSettingsError, check_same_settings
+from isoloco_flwr.presets import PRESETS
 from simulations.experiment import ROOT, Experiment, Run, Scale, app_config, final_runs, tuning_runs
 from simulations.flower import flwr_command, run_config_text
 from simulations.outcome import Outcome, read_outcome, read_results
@@ -27,12 +29,14 @@ __all__ = [
     "experiment_folder",
     "flwr_arguments",
     "last_row",
+    "outcomes_of_others",
 ]
 
 START_SECONDS = 20.0
 """What a run takes besides its rounds: Flower and Ray start and end."""
 
 _HERE = "@here@"
+_RESULTS = ROOT / "simulations" / "results"
 
 
 class SweepError(RuntimeError):
@@ -61,7 +65,36 @@ def experiment_folder(runs_root: Path, experiment: Experiment, scale_name: str) 
 
 def brought_results(folder: Path) -> Path:
     """Return where results lie that came with the project, for an experiment's folder."""
-    return ROOT / "simulations" / "results" / folder.name / "results.jsonl"
+    return _RESULTS / folder.name / "results.jsonl"
+
+
+def outcomes_of_others(folder: Path) -> list[Outcome]:
+    """Return what other experiments have finished: beside a folder, and brought with the project.
+
+    Raises
+    ------
+    SweepError
+        If results cannot be read.
+    """
+    brought = [
+        outcome
+        for path in sorted(_RESULTS.glob("*/results.jsonl"))
+        if path != brought_results(folder)
+        for outcome in _read_results(path)
+    ]
+    beside = [
+        read_outcome(path.parent)
+        for path in sorted(folder.parent.glob("*/*/finished.json"))
+        if path.parents[1] != folder
+    ]
+    return brought + beside
+
+
+def _read_results(path: Path) -> list[Outcome]:
+    try:
+        return read_results(path)
+    except (ValueError, TypeError) as error:
+        raise SweepError(f"{path}: allowed is what a report writes ({error})") from error
 
 
 class Runs:
@@ -74,6 +107,8 @@ class Runs:
     results : Path, optional
         A `results.jsonl`, which need not exist either: runs in it count as finished where the same
         settings have decided them.
+    others : Iterable[Outcome]
+        Runs of other experiments; they count in the same way, whatever they are called there.
 
     Raises
     ------
@@ -81,14 +116,16 @@ class Runs:
         If the results cannot be read.
     """
 
-    def __init__(self, folder: Path, results: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, results: Path | None = None, others: Iterable[Outcome] = ()
+    ) -> None:
         self.folder = folder
-        self._brought: dict[str, Outcome] = {}
-        if results and results.exists():
-            try:
-                self._brought = {outcome.run: outcome for outcome in read_results(results)}
-            except (ValueError, TypeError) as error:
-                raise SweepError(f"{results}: allowed is what a report writes ({error})") from error
+        own = _read_results(results) if results and results.exists() else []
+        self._brought_names = {outcome.run for outcome in own}
+        self._brought = {
+            _key(_deciding(outcome.workers, outcome.data_parallel, outcome.run_config)): outcome
+            for outcome in [*others, *own]
+        }
 
     def plan(self, scale: Scale) -> tuple[list[Run], list[str]]:
         """Return all runs known by now, and the tuning runs that others still wait for."""
@@ -125,20 +162,18 @@ class Runs:
 
     def is_brought(self, run: Run) -> bool:
         """Tell whether there is a result of a run from elsewhere, decided by the same settings."""
-        brought = self._brought.get(run.name)
-        return brought is not None and _decided_by(run) == _deciding(
-            brought.workers, brought.data_parallel, brought.run_config
-        )
+        return _key(_decided_by(run)) in self._brought
 
     def is_brought_otherwise(self, run: Run) -> bool:
         """Tell whether there is a result of a run from elsewhere that other settings decided."""
-        return run.name in self._brought and not self.is_brought(run)
+        return run.name in self._brought_names and not self.is_brought(run)
 
     def outcome(self, run: Run) -> Outcome:
         """Return what a finished run has left; its own folder comes first."""
         if self.is_finished_here(run):
             return read_outcome(self.folder / run.name)
-        return self._brought[run.name]
+        brought = self._brought[_key(_decided_by(run))]
+        return replace(brought, run=run.name, point=dict(run.point), tuned=dict(run.grid))
 
     def expected_seconds(self, runs: Sequence[Run], jobs: int) -> float | None:
         """Return how long the unfinished runs should take, None as long as no run has finished.
@@ -223,11 +258,18 @@ def _decided_by(run: Run) -> dict[str, Any]:
 
 
 def _deciding(workers: int, data_parallel: bool, run_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what changes a run's numbers, flat."""
-    steps = {"inner.steps": app_config()["inner.steps"]}  # results always have it
+    """Return what changes a run's numbers, flat and with the app's defaults."""
     config = {
         key: value
-        for key, value in {**steps, **run_config}.items()
-        if key != "strategy.diagnostics" and not key.startswith("checkpoint.")
+        for key, value in {**app_config(), **run_config}.items()
+        if key != "strategy.diagnostics"
+        and not key.startswith("checkpoint.")
+        and not (data_parallel and key.startswith("strategy."))
     }
+    if config.get("strategy.outer-lr") == "preset":
+        config["strategy.outer-lr"] = PRESETS[config["strategy.name"]].outer_lr
     return {"workers": workers, "data-parallel": data_parallel, **config}
+
+
+def _key(deciding: Mapping[str, Any]) -> str:
+    return json.dumps(deciding, sort_keys=True)

@@ -10,7 +10,7 @@ from made_up import EXPERIMENT, loss_of, outcome, rows_of
 
 from simulations.experiment import Run, Scale, load_experiment, tuning_runs
 from simulations.outcome import write_results
-from simulations.runs import Resources, Runs, SweepError, describe
+from simulations.runs import Resources, Runs, SweepError, describe, outcomes_of_others
 
 RESOURCES = Resources(jobs=1, cpus_per_client=1, gpus_per_client=0.0, threads=1)
 
@@ -90,6 +90,35 @@ def test_a_result_counts_where_the_same_settings_have_decided_it(
     changed = dataclasses.replace(tuning[0], config={**tuning[0].config, **change})
     assert runs.is_finished(changed) is counts
     assert runs.is_brought_otherwise(changed) is not counts
+
+
+def test_a_run_of_another_experiment_counts_under_its_name_here(tmp_path, tuning):
+    run = tuning[0]
+    finish_here(tmp_path / "other", dataclasses.replace(run, name="theirs"))
+    others = outcomes_of_others(tmp_path / "here")
+    runs = Runs(tmp_path / "here", others=others)
+    assert [other for other in tuning if runs.is_finished(other)] == [run]
+    found = runs.outcome(run)
+    assert (found.run, found.point, found.loss) == (run.name, run.point, loss_of(run))
+    # Its own folder is not another experiment's.
+    assert "theirs" not in {outcome.run for outcome in outcomes_of_others(tmp_path / "other")}
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "said", "counts"),
+    [
+        (False, {"strategy.outer-lr": 0.7}, True),  # DiLoCo's own rate
+        (False, {"strategy.outer-lr": 0.5}, False),
+        (False, {"inner.optimizer": "adamw"}, True),  # the app's default
+        (True, {"strategy.outer-lr": 0.5}, True),  # it has no outer step
+    ],
+)
+def test_a_setting_left_out_is_its_default(tmp_path, tuning, data_parallel, said, counts):
+    run = dataclasses.replace(tuning[0], data_parallel=data_parallel)
+    silent = {key: value for key, value in run.config.items() if key not in said}
+    other = outcome(dataclasses.replace(run, config=silent))
+    spoken = dataclasses.replace(run, config={**silent, **said})
+    assert Runs(tmp_path / "here", others=[other]).is_finished(spoken) is counts
 
 
 def test_a_run_in_the_folder_that_something_else_decided_is_refused(tmp_path, tuning):
