@@ -22,6 +22,7 @@ __all__ = ["guarded"]
 
 _MARK = "ISOLOCO_GUARD"
 _PATIENCE = 10.0
+"""Seconds between asking and insisting, and how long the last ones may take to go."""
 
 
 @contextmanager
@@ -92,25 +93,35 @@ def _main(pipe: int, command: list[str]) -> int:
     threading.Thread(target=wait_for_owner, daemon=True).start()
     while process.poll() is None and not owner_gone.wait(0.05):
         pass
-    _end_all(process, mark.encode())
+    _end_all(process, mark.encode(), at_once=owner_gone.is_set())
     return process.wait()
 
 
-def _end_all(process: "subprocess.Popen[bytes]", mark: bytes) -> None:
-    """Ask all processes of the command to end, and insist after a while."""
+def _end_all(process: "subprocess.Popen[bytes]", mark: bytes, *, at_once: bool) -> None:
+    """End all processes of the command: at once, or by asking them and insisting after a while.
+
+    At once means that all stop before the first ends. Were a worker to end before the ServerApp it
+    answers to, a round would go on without it and into a checkpoint, and the run that is resumed
+    would not be the undisturbed one.
+    """
+    signals = (signal.SIGSTOP, signal.SIGKILL) if at_once else (signal.SIGTERM, signal.SIGKILL)
     group_lives = True
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        group_lives = group_lives and _signal_group(process.pid, signal_number)
-        for number in _marked(mark):
-            with suppress(ProcessLookupError):
-                os.kill(number, signal_number)
+    for signal_number in signals:
         deadline = time.monotonic() + _PATIENCE
+        signalled: set[int] = set()
         while time.monotonic() < deadline:
+            # Again and again: until all of them stand still, some may start others.
+            group_lives = group_lives and _signal_group(process.pid, signal_number)
+            new = set(_marked(mark)) - signalled
+            for number in new:
+                with suppress(ProcessLookupError):
+                    os.kill(number, signal_number)
+            signalled |= new
             ended = process.poll() is not None
-            # Once it has ended, the group's number may become a stranger's.
-            group_lives = group_lives and _signal_group(process.pid, 0)
             if ended and not group_lives and not any(_marked(mark)):
                 return
+            if signal_number == signal.SIGSTOP and not new:
+                break
             time.sleep(0.1)
 
 

@@ -65,6 +65,28 @@ def test_all_ends_with_a_killed_owner_before_the_lock_is_free(tmp_path):
     stranger.wait()
 
 
+def test_no_process_sees_another_end(tmp_path):
+    started, noticed = tmp_path / "started", tmp_path / "noticed"
+    # As a ServerApp, which would go on with a round without the worker that has ended.
+    command = f"""
+import signal, subprocess
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: None)  # its children end by it
+workers = [subprocess.Popen({SLEEP!r}, start_new_session=True) for _ in range(5)]
+Path({str(started)!r}).touch()
+workers[0].wait()
+Path({str(noticed)!r}).touch()
+"""
+    with guarded(
+        [sys.executable, "-c", command],
+        environment=os.environ,
+        folder=tmp_path,
+        log=subprocess.DEVNULL,
+    ):
+        wait_for(started.exists)
+    assert not noticed.exists()
+
+
 def test_one_guard_leaves_the_processes_of_another_alone(tmp_path):
     arguments = {"environment": os.environ, "folder": tmp_path, "log": subprocess.DEVNULL}
     with guarded(SLEEP, **arguments) as other:
