@@ -22,7 +22,9 @@ __all__ = ["guarded"]
 
 _MARK = "ISOLOCO_GUARD"
 _PATIENCE = 10.0
-"""Seconds between asking and insisting, and how long the last ones may take to go."""
+"""Seconds between asking and insisting."""
+_LONGEST_END = 60.0
+"""Seconds that a killed process may take to go: on a busy machine it waits for its turn."""
 
 
 @contextmanager
@@ -107,7 +109,8 @@ def _end_all(process: "subprocess.Popen[bytes]", mark: bytes, *, at_once: bool) 
     signals = (signal.SIGSTOP, signal.SIGKILL) if at_once else (signal.SIGTERM, signal.SIGKILL)
     group_lives = True
     for signal_number in signals:
-        deadline = time.monotonic() + _PATIENCE
+        patience = _LONGEST_END if signal_number == signal.SIGKILL else _PATIENCE
+        deadline = time.monotonic() + patience
         signalled: set[int] = set()
         while time.monotonic() < deadline:
             # Again and again: until all of them stand still, some may start others.

@@ -27,7 +27,7 @@ from simulations.runs import Resources, Runs, SweepError, describe, flwr_argumen
 __all__ = ["Event", "sweep"]
 
 _POLL_SECONDS = 0.3
-_LOCK_SECONDS = 40.0
+_LOCK_SECONDS = 90.0
 """How long the processes of a sweep that was killed may take to end."""
 
 

@@ -116,15 +116,16 @@ def scalars(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("eval-loss")]
 
 
-def nothing_runs(mark: str) -> bool:
-    """Tell whether no process has a variable in its environment, as the sweep's own have."""
+def still_running(mark: str) -> list[str]:
+    """Return the processes with a variable in their environment, as the sweep's own have."""
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
-                return False
+                found.append((process / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
-    return True
+    return found
 
 
 def wait_until_free(folder: Path) -> None:
@@ -142,7 +143,7 @@ def test_killed_and_started_again_it_ends_as_undisturbed(command, tmp_path):
     kill_when(line, lambda: rounds_done(killed / "isoloco_workers-2") >= 1)
 
     wait_until_free(killed)
-    assert nothing_runs(f"ISOLOCO_CACHE={tmp_path / 'cache'}")
+    assert still_running(f"ISOLOCO_CACHE={tmp_path / 'cache'}") == []
 
     finish(line)
     expected = result(undisturbed)
@@ -203,7 +204,7 @@ def test_killed_at_moments_drawn_it_ends_as_undisturbed(command, tmp_path, seed)
         kill_when(line, is_due, may_end=True)
         if (killed / ".lock").exists():
             wait_until_free(killed)
-        assert nothing_runs(f"ISOLOCO_CACHE={tmp_path / 'cache'}")
+        assert still_running(f"ISOLOCO_CACHE={tmp_path / 'cache'}") == []
     finish(line)
     assert result(killed) == expected
 
