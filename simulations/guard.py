@@ -106,26 +106,41 @@ def _end_all(process: "subprocess.Popen[bytes]", mark: bytes, *, at_once: bool) 
     answers to, a round would go on without it and into a checkpoint, and the run that is resumed
     would not be the undisturbed one.
     """
-    signals = (signal.SIGSTOP, signal.SIGKILL) if at_once else (signal.SIGTERM, signal.SIGKILL)
+    phases = [(signal.SIGKILL, _LONGEST_END)]
+    if at_once:
+        _stop_all(process.pid, mark)
+    else:
+        phases.insert(0, (signal.SIGTERM, _PATIENCE))
     group_lives = True
-    for signal_number in signals:
-        patience = _LONGEST_END if signal_number == signal.SIGKILL else _PATIENCE
+    for signal_number, patience in phases:
         deadline = time.monotonic() + patience
         signalled: set[int] = set()
         while time.monotonic() < deadline:
-            # Again and again: until all of them stand still, some may start others.
             group_lives = group_lives and _signal_group(process.pid, signal_number)
-            new = set(_marked(mark)) - signalled
-            for number in new:
-                with suppress(ProcessLookupError):
-                    os.kill(number, signal_number)
-            signalled |= new
+            signalled |= _signal_new(mark, signal_number, signalled)
+            # Once it has ended, the group's number may become a stranger's.
             ended = process.poll() is not None
             if ended and not group_lives and not any(_marked(mark)):
                 return
-            if signal_number == signal.SIGSTOP and not new:
-                break
             time.sleep(0.1)
+
+
+def _stop_all(group: int, mark: bytes) -> None:
+    """Stop all processes of the command, those too that others start before they stand still."""
+    _signal_group(group, signal.SIGSTOP)
+    stopped: set[int] = set()
+    while new := _signal_new(mark, signal.SIGSTOP, stopped):
+        stopped |= new
+        time.sleep(0.1)
+
+
+def _signal_new(mark: bytes, signal_number: int, known: set[int]) -> set[int]:
+    """Signal the processes with a mark that are not known yet; return them."""
+    new = set(_marked(mark)) - known
+    for number in new:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal_number)
+    return new
 
 
 def _signal_group(group: int, signal_number: int) -> bool:

@@ -25,7 +25,7 @@ SCALE_ERROR = {
     # Relative error of the mean singular value.
     "svd": 1e-5,
     "gram": 1e-5,
-    "newton_schulz": 0.17,
+    "newton_schulz": 0.16,
     "polar_express": 1e-4,
     "rational3": 0.02,
     "rational1": 0.02,
@@ -48,6 +48,41 @@ def relative_error(got, want):
     return ((got.double() - want).norm() / want.norm()).item()
 
 
+def scale_error(matrix, method, mean_value):
+    """Return the relative error of the scale of the isotropic matrix."""
+    scaled, factor = isotropic(matrix, method).double(), polar(matrix, method).double()
+    scale = (scaled * factor).sum() / (factor * factor).sum()
+    # One factor for all directions.
+    assert relative_error(scaled, scale * factor) < 1e-3
+    return abs(scale / mean_value - 1)
+
+
+def of_low_rank(m, n, rank=5):
+    """Return bases of the column space and of the row space of a matrix (m, n)."""
+    generator = torch.Generator().manual_seed(0)
+    left = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0]
+    right = torch.linalg.qr(torch.randn(n, rank, generator=generator))[0]
+    return left, right
+
+
+def outside(factor, left, right):
+    """Return what a polar factor has outside of the column space and the row space."""
+    return factor - left @ (left.mT @ factor @ right) @ right.mT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def float32_on_every_processor():
+    """Let processors with and without instructions for bfloat16 do the same here."""
+    on_device = polar_module.multiplies_bfloat16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            polar_module,
+            "multiplies_bfloat16",
+            lambda device: device.type == "cuda" and on_device(device),
+        )
+        yield
+
+
 @pytest.mark.parametrize("decades", [MILD, STEEP])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
@@ -61,11 +96,7 @@ def test_polar_factor_is_as_near_as_stated(method, shape, decades):
 @pytest.mark.parametrize("method", METHODS)
 def test_nuclear_scale_is_as_near_as_stated(method, shape, decades):
     matrix, _, mean_value = decaying(*shape, decades)
-    scaled, factor = isotropic(matrix, method).double(), polar(matrix, method).double()
-    scale = (scaled * factor).sum() / (factor * factor).sum()
-    assert abs(scale / mean_value - 1) < SCALE_ERROR[method]
-    # One factor for all directions.
-    assert relative_error(scaled, scale * factor) < 1e-3
+    assert scale_error(matrix, method, mean_value) < SCALE_ERROR[method]
 
 
 @pytest.mark.parametrize("method", ["rational1", "rational3"])
@@ -80,9 +111,7 @@ def test_scale_of_the_rational_methods_over_many_spectra(method, top):
     else:
         matrix, _, _ = decaying(256, 256, top)
     exact = torch.linalg.svdvals(matrix.double()).mean()
-    factor = polar(matrix, method).double()
-    scale = (isotropic(matrix, method).double() * factor).sum() / (factor * factor).sum()
-    assert abs(scale / exact - 1) < 0.03
+    assert scale_error(matrix, method, exact) < 0.03
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -143,25 +172,22 @@ def test_a_batch_with_zero_huge_and_tiny_matrices(method):
 @pytest.mark.parametrize("method", [m for m in METHODS if m != "svd"])
 @pytest.mark.parametrize("shape", [(40, 40), (200, 30), (30, 200), (300, 270)], ids=str)
 def test_missing_directions_carry_nothing(method, shape):
-    m, n = shape
-    generator = torch.Generator().manual_seed(0)
-    rank = 5
-    left = torch.linalg.qr(torch.randn(m, rank, generator=generator))[0]
-    right = torch.linalg.qr(torch.randn(n, rank, generator=generator))[0]
-    factor = polar(left @ right.mT, method)
-    rest = factor - left @ (left.mT @ factor @ right) @ right.mT
-    assert torch.linalg.matrix_norm(rest, 2) < 2e-2  # as far as bfloat16 turns a direction
+    left, right = of_low_rank(*shape)
+    assert outside(polar(left @ right.mT, method), left, right).norm() < 1e-2
 
 
-@pytest.mark.parametrize("bfloat16", [False, True])
-def test_newton_schulz_in_either_arithmetic(bfloat16, monkeypatch):
-    monkeypatch.setattr(polar_module, "multiplies_bfloat16", lambda device: bfloat16)
-    for shape in SHAPES:
-        test_polar_factor_is_as_near_as_stated("newton_schulz", shape, MILD)
-        test_polar_factor_is_as_near_as_stated("newton_schulz", shape, STEEP)
-        test_nuclear_scale_is_as_near_as_stated("newton_schulz", shape, MILD)
-        test_nuclear_scale_is_as_near_as_stated("newton_schulz", shape, STEEP)
-    test_missing_directions_carry_nothing("newton_schulz", (300, 270))
+@pytest.mark.parametrize("decades", [MILD, STEEP])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if min(shape) >= 256], ids=str)
+def test_newton_schulz_in_bfloat16(shape, decades, monkeypatch):
+    monkeypatch.setattr(polar_module, "multiplies_bfloat16", lambda device: True)
+    matrix, factor, mean_value = decaying(*shape, decades)
+    error = relative_error(polar(matrix, "newton_schulz"), factor)
+    assert error < POLAR_ERROR["newton_schulz"][decades == STEEP]
+    assert scale_error(matrix, "newton_schulz", mean_value) < 0.17
+    # Directions that are missing stay missing, as far as rounding does not turn the others.
+    left, right = of_low_rank(*shape)
+    rest = outside(polar(left @ right.mT, "newton_schulz"), left, right)
+    assert torch.linalg.matrix_norm(rest, 2) < 2e-2
 
 
 def test_bfloat16_changes_newton_schulz_from_256_columns_on(monkeypatch):
