@@ -3,7 +3,8 @@
 `python guard.py FD COMMAND ...` runs the command and waits: for the command, or for the end of the
 pipe FD, which comes when the owner closes its side or dies, by kill -9 too. Flower and Ray start
 processes in sessions of their own, which outlive their parents for a while or for ever; they are
-found by a mark in their environment (where there is a /proc).
+found by a mark in their environment (where there is a /proc) and, where they have written over it as
+Ray's agents do, by who has started them.
 """
 
 import os
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import IO, Any
 
 __all__ = ["guarded"]
+
+_Process = tuple[int, str]
+"""Number and time of its start: the number alone may become another's."""
 
 _MARK = "ISOLOCO_GUARD"
 _PATIENCE = 10.0
@@ -107,40 +111,42 @@ def _end_all(process: "subprocess.Popen[bytes]", mark: bytes, *, at_once: bool) 
     would not be the undisturbed one.
     """
     phases = [(signal.SIGKILL, _LONGEST_END)]
+    known: set[_Process] = set()
     if at_once:
-        _stop_all(process.pid, mark)
+        known = _stop_all(process.pid, mark)
     else:
         phases.insert(0, (signal.SIGTERM, _PATIENCE))
     group_lives = True
     for signal_number, patience in phases:
         deadline = time.monotonic() + patience
-        signalled: set[int] = set()
+        signalled: set[_Process] = set()
         while time.monotonic() < deadline:
             group_lives = group_lives and _signal_group(process.pid, signal_number)
-            signalled |= _signal_new(mark, signal_number, signalled)
+            known = _belonging(mark, known)
+            _signal(known - signalled, signal_number)
+            signalled |= known
             # Once it has ended, the group's number may become a stranger's.
             ended = process.poll() is not None
-            if ended and not group_lives and not any(_marked(mark)):
+            if ended and not group_lives and not known:
                 return
             time.sleep(0.1)
 
 
-def _stop_all(group: int, mark: bytes) -> None:
+def _stop_all(group: int, mark: bytes) -> set[_Process]:
     """Stop all processes of the command, those too that others start before they stand still."""
     _signal_group(group, signal.SIGSTOP)
-    stopped: set[int] = set()
-    while new := _signal_new(mark, signal.SIGSTOP, stopped):
+    stopped: set[_Process] = set()
+    while new := _belonging(mark, stopped) - stopped:
+        _signal(new, signal.SIGSTOP)
         stopped |= new
         time.sleep(0.1)
+    return stopped
 
 
-def _signal_new(mark: bytes, signal_number: int, known: set[int]) -> set[int]:
-    """Signal the processes with a mark that are not known yet; return them."""
-    new = set(_marked(mark)) - known
-    for number in new:
+def _signal(processes: set[_Process], signal_number: int) -> None:
+    for number, _ in processes:
         with suppress(ProcessLookupError):
             os.kill(number, signal_number)
-    return new
 
 
 def _signal_group(group: int, signal_number: int) -> bool:
@@ -152,12 +158,27 @@ def _signal_group(group: int, signal_number: int) -> bool:
     return True
 
 
-def _marked(mark: bytes) -> Iterator[int]:
-    """Yield the processes with a mark, each as soon as it is found."""
+def _belonging(mark: bytes, known: set[_Process]) -> set[_Process]:
+    """Return the living processes that have a mark or are known, and all that they have started."""
+    found = set()
+    children: dict[int, list[_Process]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                yield int(folder.name)
+            # What is before the last bracket is the program's name, with any characters.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[0] == "Z":  # has ended, and waits for its parent to take note
+                continue
+            one = (int(folder.name), fields[19])
+            children.setdefault(int(fields[1]), []).append(one)
+            if one in known or mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(one)
+    waiting = list(found)
+    while waiting:
+        number, _ = waiting.pop()
+        new = [child for child in children.get(number, []) if child not in found]
+        found.update(new)
+        waiting += new
+    return found
 
 
 if __name__ == "__main__":

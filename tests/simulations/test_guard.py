@@ -87,6 +87,28 @@ Path({str(noticed)!r}).touch()
     assert not noticed.exists()
 
 
+def test_a_child_that_has_lost_its_environment_ends_too(tmp_path):
+    told = tmp_path / "child"
+    # Ray's agents write their names over theirs.
+    command = f"""
+import subprocess, time
+from pathlib import Path
+child = subprocess.Popen({SLEEP!r}, start_new_session=True, env={{}})
+Path({str(told)!r}).write_text(str(child.pid))
+time.sleep(300)
+"""
+    with guarded(
+        [sys.executable, "-c", command],
+        environment=os.environ,
+        folder=tmp_path,
+        log=subprocess.DEVNULL,
+    ):
+        wait_for(lambda: told.exists() and told.read_text())
+        child = int(told.read_text())
+        assert lives(child)
+    assert not lives(child)
+
+
 def test_one_guard_leaves_the_processes_of_another_alone(tmp_path):
     arguments = {"environment": os.environ, "folder": tmp_path, "log": subprocess.DEVNULL}
     with guarded(SLEEP, **arguments) as other:
