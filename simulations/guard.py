@@ -3,8 +3,8 @@
 `python guard.py FD COMMAND ...` runs the command and waits: for the command, or for the end of the
 pipe FD, which comes when the owner closes its side or dies, by kill -9 too. Flower and Ray start
 processes in sessions of their own, which outlive their parents for a while or for ever; they are
-found by a mark in their environment (where there is a /proc) and, where they have written over it as
-Ray's agents do, by who has started them.
+found by a mark in their environment (where there is a /proc) and, where they have written over it
+as Ray's agents do, by who has started them.
 """
 
 import os
