@@ -36,5 +36,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, PYTHON=... names one")'
 	$(PYTHON) -m venv $(VENV)
 	@echo 'Installing what is needed into $(VENV) (once; a few minutes) ...'
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[simulation,pretraining,metrics,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[simulation,pretraining,metrics,fast,dev]'
 	touch $@

@@ -1,13 +1,15 @@
 """Replies in, one pseudo-gradient out.
 
-Every reply is checked alone and before anything is added, so that a bad one leaves no trace. The
-good ones are folded into one accumulator in a fixed order, whatever order they arrive in, so that
-the sum has the same bits each time.
+Every reply is checked alone, so that a bad one leaves no trace. The good ones are folded into one
+accumulator in a fixed order, whatever order they arrive in, so that the sum has the same bits each
+time.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -16,9 +18,10 @@ from flwr.app import Message, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isoloco_flwr.fold import fastest_fold
 from isoloco_flwr.records import named_like, tensors_from_record
 
-__all__ = ["BadReplyError", "MeanAccumulator", "Reply", "in_order", "read_reply"]
+__all__ = ["BadReplyError", "MeanAccumulator", "Reply", "fault_of", "in_order", "read_reply"]
 
 Weighting = Literal["uniform", "examples"]
 
@@ -29,9 +32,12 @@ _CHUNK = 1 << 18
 """Elements folded at a time: a chunk of the sum stays in a core's cache."""
 
 _PENDING_BYTES = 64 << 20
-"""Replies of this size together, two at the least, are folded at once: sum and reference travel
-through memory once for all of them."""
+"""Replies that are together this large are folded at once: sum and reference travel through memory
+once for all of them."""
 
+
+_BFLOAT16 = np.dtype([("bits", np.uint16)])
+"""How NumPy is told that these are not integers."""
 
 PSEUDO_GRADIENT = "pseudo-gradient"
 """Name of the ArrayRecord of a reply that carries what was sent minus what the worker ended at."""
@@ -43,7 +49,7 @@ class BadReplyError(ValueError):
 
 @dataclass(frozen=True)
 class Reply:
-    """A checked reply."""
+    """A reply that is laid out as the parameters sent; its values may not be finite yet."""
 
     tensors: Mapping[str, Tensor]
     """The worker's parameters by name, or its pseudo-gradient: views of the bytes received."""
@@ -70,7 +76,7 @@ def read_reply(
     weighted_by_key: str,
     weighting: Weighting,
 ) -> Reply:
-    """Check a reply against the parameters that were sent.
+    """Check a reply against the parameters that were sent, but for its values (`fault_of`).
 
     Parameters
     ----------
@@ -87,8 +93,8 @@ def read_reply(
     Raises
     ------
     BadReplyError
-        If the reply carries an error, a non-finite value, a missing, extra, mis-shaped or wrongly
-        typed tensor, unreadable bytes, more or less than one ArrayRecord, or a bad weight.
+        If the reply carries an error, a missing, extra, mis-shaped or wrongly typed tensor,
+        unreadable bytes, more or less than one ArrayRecord, or a bad weight.
     """
     if message.has_error():
         raise BadReplyError(f"error reply: {message.error.reason}")
@@ -122,7 +128,7 @@ def read_reply(
 def check_tensors(
     tensors: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, any_float: bool = False
 ) -> None:
-    """Raise `BadReplyError` unless tensors are finite and laid out as those sent.
+    """Raise `BadReplyError` unless tensors are laid out as those sent.
 
     With `any_float` a floating-point tensor may have another floating-point dtype.
     """
@@ -139,8 +145,14 @@ def check_tensors(
         both_float = got.is_floating_point() and sent.is_floating_point()
         if got.dtype != sent.dtype and not (any_float and both_float):
             raise BadReplyError(f"array {name!r} of {got.dtype}, sent was {sent.dtype}")
-        if not is_finite(got):
-            raise BadReplyError(f"array {name!r} has values that are not finite")
+
+
+def fault_of(reply: Reply) -> str | None:
+    """Return what is wrong with the values of a reply: which are not finite, None if all are."""
+    for name, tensor in reply.tensors.items():
+        if not is_finite(tensor):
+            return f"array {name!r} has values that are not finite"
+    return None
 
 
 def check_weight(key: str, weight: object) -> float:
@@ -163,8 +175,8 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(total) or bool(torch.isfinite(tensor).all())
 
 
-def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[Reply]:
-    """Yield replies by their position, holding back those that arrive before their turn.
+def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[tuple[int, Reply]]:
+    """Yield positions and replies by position, holding back those that arrive before their turn.
 
     Parameters
     ----------
@@ -183,14 +195,18 @@ def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[Reply]:
         del reply  # or it would stay while the next one is fetched
         while turn in waiting or turn in left_out:
             if turn in waiting:
-                yield waiting.pop(turn)
+                yield turn, waiting.pop(turn)
             turn += 1
     for position in sorted(waiting):
-        yield waiting.pop(position)
+        yield position, waiting.pop(position)
 
 
 class MeanAccumulator:
-    """Running weighted mean of pseudo-gradients: memory for one model, however many replies.
+    """Running weighted mean of pseudo-gradients: memory for two models, however many replies.
+
+    Replies are added in groups. The new sums are written beside the old ones, and only if they
+    are finite do they take their place: so a value that is not finite is found while the replies
+    are added, without reading them twice, and what it came in leaves no trace.
 
     Parameters
     ----------
@@ -199,26 +215,54 @@ class MeanAccumulator:
         these, in float32 (float64 for float64): a difference of near values is exact, so that the
         rounding errors are relative to the small pseudo-gradient and not to the large parameter.
         Integer and bool ones are summed as they are, in float64.
+    leave_out : Callable[[int, str], None]
+        Called with position and reason for a reply that is not finite, which is not added.
     """
 
-    def __init__(self, reference: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, reference: Mapping[str, Tensor], leave_out: Callable[[int, str], None]
+    ) -> None:
         self._reference = reference
+        self._leave_out = leave_out
+        self._fold_arrays = fastest_fold()
         self._start = {name: _flat(tensor) for name, tensor in reference.items()}
         self._sums = {
             name: torch.zeros(tensor.numel(), dtype=accumulation_dtype(tensor)).numpy()
             for name, tensor in reference.items()
         }
-        self._pending: list[tuple[Reply, dict[str, NDArray[Any]]]] = []
+        self._new_sums = {name: np.empty_like(sums) for name, sums in self._sums.items()}
+        self._pending: list[tuple[int, Reply]] = []
         self._pending_bytes = 0
         self.total_weight = 0.0
 
-    def add(self, reply: Reply) -> None:
-        """Add a checked reply; the same replies in the same order give the same bits."""
-        self.total_weight += reply.weight
-        self._pending.append((reply, {name: _flat(reply.tensors[name]) for name in self._sums}))
-        self._pending_bytes += reply.num_bytes
-        if len(self._pending) > 1 and self._pending_bytes >= _PENDING_BYTES:
-            self._fold()
+    def add(self, position: int, reply: Reply) -> None:
+        """Add a reply; the same replies in the same order give the same bits.
+
+        Which of them are not finite is known when `flush` has been called.
+        """
+        tensors = {name: reply.tensors[name] for name in self._reference}
+        self._pending.append((position, dataclasses.replace(reply, tensors=tensors)))
+        self._pending_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if self._pending_bytes >= _PENDING_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Add the replies that wait for their group to fill."""
+        if not self._pending:
+            return
+        if not self._fold():
+            # Rare: every reply of the group is looked at alone.
+            faults = {position: fault_of(reply) for position, reply in self._pending}
+            self._pending = [one for one in self._pending if faults[one[0]] is None]
+            for position, fault in faults.items():
+                if fault is not None:
+                    self._leave_out(position, fault)
+            self._fold()  # sums that overflow stay, for the round to be skipped
+        if self._pending:
+            self.total_weight += sum(reply.weight for _, reply in self._pending)
+            self._sums, self._new_sums = self._new_sums, self._sums
+        self._pending.clear()
+        self._pending_bytes = 0
 
     def finish(self) -> dict[str, Tensor]:
         """Return the means by name and give up the accumulator's memory to them.
@@ -234,54 +278,63 @@ class MeanAccumulator:
         ValueError
             If the weights add up to zero.
         """
+        self.flush()
         if not self.total_weight > 0:
             raise ValueError("the weights of the replies add up to 0")
-        self._fold()
+        self._new_sums.clear()
         return {
             name: torch.from_numpy(self._sums.pop(name)).div_(self.total_weight).view(tensor.shape)
             for name, tensor in self._reference.items()
         }
 
-    def _fold(self) -> None:
-        """Add what is pending, a chunk of all tensors at a time.
+    def _fold(self) -> bool:
+        """Write the sums with what is pending beside the old ones; tell whether they are finite.
 
         In the caller's thread: the sums are as fast as memory is, to which a second thread adds
         little, and beside other processes at work its hand-overs take longer than the sums.
         """
-        buffers = {np.dtype(kind): np.empty(_CHUNK, kind) for kind in (np.float32, np.float64)}
-        with np.errstate(over="ignore", invalid="ignore"):  # the engine looks at what comes out
-            for name, sums in self._sums.items():
-                for start in range(0, sums.size, _CHUNK):
-                    chunk = slice(start, start + _CHUNK)
-                    self._fold_chunk(name, chunk, buffers[sums.dtype])
-        self._pending.clear()
-        self._pending_bytes = 0
+        return min(map(self._fold_tensor, self._sums), default=True)
 
-    def _fold_chunk(self, name: str, chunk: slice, buffer: NDArray[Any]) -> None:
-        total = self._sums[name][chunk]
+    def _fold_tensor(self, name: str) -> bool:
+        out, total = self._new_sums[name], self._sums[name]
         sent = self._reference[name]
-        start = _widened(self._start[name][chunk], sent.dtype)
-        buffer = buffer[: total.size]
-        for reply, arrays in self._pending:
-            values = _widened(arrays[name][chunk], reply.tensors[name].dtype)
-            if sent.is_floating_point() and not reply.is_pseudo_gradient:
-                values = np.subtract(start, values, out=buffer)
-            if reply.weight != 1:
-                values = np.multiply(values, reply.weight, out=buffer)
-            np.add(total, values, out=total)
+        is_finite = True
+        for as_difference, group in groupby(
+            (reply for _, reply in self._pending),
+            lambda reply: sent.is_floating_point() and not reply.is_pseudo_gradient,
+        ):
+            replies = list(group)
+            start = self._start[name] if as_difference else np.zeros(out.size, np.int8)
+            # What is added as it is is 0 minus itself, by minus its weight.
+            weights = [reply.weight if as_difference else -reply.weight for reply in replies]
+            arrays = [_flat(reply.tensors[name]) for reply in replies]
+            for begin in range(0, out.size, _CHUNK):
+                chunk = slice(begin, begin + _CHUNK)
+                is_finite &= self._fold_arrays(
+                    out[chunk],
+                    total[chunk],
+                    _widened(start[chunk], out.dtype),
+                    [_widened(array[chunk], out.dtype) for array in arrays],
+                    weights,
+                )
+            total = out
+        return is_finite
 
 
 def _flat(tensor: Tensor) -> NDArray[Any]:
     """Look at a tensor's values in a row; at the bits of bfloat16, which NumPy does not know."""
-    bits = tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor
-    return bits.numpy().reshape(-1)
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().reshape(-1).view(_BFLOAT16)
+    return tensor.numpy().reshape(-1)
 
 
-def _widened(values: NDArray[Any], dtype: torch.dtype) -> NDArray[Any]:
-    """Return float32 for the 16-bit floats, which are its short forms, and others as they are."""
-    if dtype == torch.bfloat16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32) if dtype == torch.float16 else values
+def _widened(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return values in the dtype they are summed in."""
+    if values.dtype == dtype:
+        return values
+    if values.dtype == _BFLOAT16:  # the upper half of a float32
+        values = (values["bits"].astype(np.uint32) << 16).view(np.float32)
+    return values.astype(dtype)
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

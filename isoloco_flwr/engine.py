@@ -4,7 +4,7 @@ Both strategy APIs of Flower stand on this.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,7 +13,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from isoloco_flwr.aggregation import MeanAccumulator, Reply, Weighting, in_order, is_finite
+from isoloco_flwr.aggregation import (
+    MeanAccumulator,
+    Reply,
+    Weighting,
+    fault_of,
+    in_order,
+    is_finite,
+)
 from isoloco_flwr.diagnostics import MergeDiagnostics
 from isoloco_flwr.merging import METHODS, check_options
 from isoloco_flwr.merging.dare import worker_generator
@@ -98,6 +105,7 @@ class OuterEngine:
         reference: Mapping[str, Tensor],
         workers: Sequence[int],
         replies: Iterable[tuple[int, Reply | None]],
+        leave_out: Callable[[int, str], None],
     ) -> Iterator[tuple[str, Tensor]]:
         """Take in the replies of a round and step the parameters.
 
@@ -110,8 +118,11 @@ class OuterEngine:
         workers : Sequence[int]
             Numbers of the workers asked, by position in the round.
         replies : Iterable[tuple[int, Reply | None]]
-            Position and checked reply in any order, None where a reply was left out; read one at
-            a time, and all of them before this returns.
+            Position and reply in any order, None where a reply was left out; read one at a time,
+            and all of them before this returns.
+        leave_out : Callable[[int, str], None]
+            Called with position and reason for each reply whose values are not finite. None of
+            them touches the model.
 
         Returns
         -------
@@ -130,7 +141,6 @@ class OuterEngine:
             name: tensor for name, tensor in reference.items() if self._needs_all(name, tensor)
         }
         averaged = {name: tensor for name, tensor in reference.items() if name not in stacked}
-        mean = MeanAccumulator(averaged)
         stack = ScratchStack(stacked, len(workers), self.scratch_dir) if stacked else None
         weights: dict[int, float] = {}
         watched = [
@@ -140,24 +150,34 @@ class OuterEngine:
         ]
         seen = MergeDiagnostics()
 
+        def drop(position: int, reason: str) -> None:
+            del weights[position]
+            leave_out(position, reason)
+
         def recorded() -> Iterator[tuple[int, Reply | None]]:
             for position, reply in replies:
                 if reply is not None:
                     weights[position] = reply.weight
-                    if stack is not None:
-                        stack.write(position, reply)
-                        rest = {name: reply.tensors[name] for name in averaged}
-                        reply = dataclasses.replace(reply, tensors=rest)
+                    # The mean finds out by itself, when it adds a group of replies.
+                    if (stacked or watched) and (reason := fault_of(reply)):
+                        drop(position, reason)
+                        reply = None
+                if reply is not None and stack is not None:
+                    stack.write(position, reply)
+                    rest = {name: reply.tensors[name] for name in averaged}
+                    reply = dataclasses.replace(reply, tensors=rest)
                 yield position, reply
                 del reply  # or it would stay while the next one is fetched
 
+        mean = MeanAccumulator(averaged, drop)
         try:
-            for reply in in_order(recorded()):
-                mean.add(reply)
+            for position, reply in in_order(recorded()):
+                mean.add(position, reply)
                 for name in watched:
                     if name in averaged:
                         seen.add(name, reply.pseudo_gradient(name, reference[name]))
                 del reply
+            mean.flush()
             if len(weights) < self.min_train_replies:
                 raise SkippedRoundError(
                     f"{len(weights)} good replies, needed are {self.min_train_replies}"

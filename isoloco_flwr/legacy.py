@@ -127,18 +127,26 @@ average_only, exclude, min_train_replies, device, scratch_dir, seed
         if failures and not self.accept_failures:
             return None, {}
         self._refuse_a_sum(results)
-        used: list[FitRes] = []
+        in_turn = sorted(results, key=lambda pair: pair[0].cid)
+        used = {position: result for position, (_, result) in enumerate(in_turn)}
+
+        def leave_out(position: int, reason: object) -> None:
+            del used[position]
+            cid = in_turn[position][0].cid
+            log(WARNING, "\t> Result of client %s is left out: %s", cid, reason)
+
         replies: list[tuple[int, Reply | None]] = []
-        for position, (client, result) in enumerate(sorted(results, key=lambda pair: pair[0].cid)):
+        for position, (_, result) in enumerate(in_turn):
             try:
                 replies.append((position, self._check(result)))
-                used.append(result)
             except BadReplyError as reason:
-                log(WARNING, "\t> Result of client %s is left out: %s", client.cid, reason)
+                leave_out(position, reason)
                 replies.append((position, None))
         parameters = None
         try:
-            values = self.engine.run_round(server_round, self._sent, range(len(replies)), replies)
+            values = self.engine.run_round(
+                server_round, self._sent, range(len(replies)), replies, leave_out
+            )
             parameters = Parameters(
                 tensors=[npy_from_tensor(value) for _, value in values], tensor_type=_TENSOR_TYPE
             )
@@ -147,7 +155,7 @@ average_only, exclude, min_train_replies, device, scratch_dir, seed
         metrics: dict[str, Scalar] = {}
         if self.fit_metrics_aggregation_fn and used:
             metrics = self.fit_metrics_aggregation_fn(
-                [(result.num_examples, result.metrics) for result in used]
+                [(result.num_examples, result.metrics) for result in used.values()]
             )
         metrics["replies-used"] = len(used)
         metrics["replies-rejected"] = len(results) - len(used) + len(failures)

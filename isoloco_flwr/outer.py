@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim.sgd import sgd
 
 __all__ = ["OuterOptimizer"]
 
 
 class OuterOptimizer:
-    """SGD, heavy-ball or Nesterov on named parameters (`torch.optim.SGD` does the arithmetic).
+    """SGD, heavy-ball or Nesterov on named parameters (`torch.optim` does the arithmetic).
 
     Parameters
     ----------
@@ -86,21 +87,24 @@ class OuterOptimizer:
         """Replace all momentum buffers by copies of those given."""
         self._momentum_buffers = {name: buffer.clone() for name, buffer in state.items()}
 
+    @torch.no_grad()
     def _sgd(self, start: Tensor, pseudo_gradient: Tensor, name: str, lr: float) -> Tensor:
-        # One optimizer a parameter and step: the state that lasts is the buffer alone, so that a
-        # step never holds more than one parameter beside it.
-        parameter = nn.Parameter(start, requires_grad=False)
-        parameter.grad = pseudo_gradient
-        sgd = torch.optim.SGD(
-            [(name, parameter)],
-            lr=lr,
+        # The function behind the optimizer's class: the state that lasts is the buffer alone, so
+        # that a step never holds more than one parameter beside it.
+        buffer = self._momentum_buffers.get(name)
+        buffers = [None if buffer is None else buffer.to(start)]
+        sgd(
+            [start],
+            [pseudo_gradient],
+            buffers,
+            foreach=False,
+            weight_decay=0.0,
             momentum=self.momentum,
-            nesterov=self.nesterov and self.momentum > 0,
+            lr=lr,
+            dampening=0.0,
+            nesterov=self.nesterov,
+            maximize=False,
         )
-        if name in self._momentum_buffers:
-            buffer = self._momentum_buffers[name].to(start)
-            sgd.state[parameter]["momentum_buffer"] = buffer
-        sgd.step()
-        if self.momentum:
-            self._momentum_buffers[name] = sgd.state[parameter]["momentum_buffer"]
-        return parameter.data
+        if buffers[0] is not None:
+            self._momentum_buffers[name] = buffers[0]
+        return start

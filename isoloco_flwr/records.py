@@ -109,15 +109,19 @@ def _announced(dtype: str) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def _usual_header(dtype: str, shape: tuple[int, ...]) -> bytes | None:
-    """Return the .npy header that NumPy writes for an array, None for an unusual dtype."""
+def _usual(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, np.dtype[Any], int]:
+    """Return the .npy header that NumPy writes for an array, its dtype, and the file's size.
+
+    A size of -1, which no file has, for an unusual dtype.
+    """
     if dtype not in _DTYPES:
-        return None
+        return b"", np.dtype(bool), -1
+    plain = np.dtype(dtype)
     file = BytesIO()
-    descr = npy.dtype_to_descr(np.dtype(dtype))
-    content = {"descr": descr, "fortran_order": False, "shape": shape}
+    content = {"descr": npy.dtype_to_descr(plain), "fortran_order": False, "shape": shape}
     npy.write_array_header_1_0(file, content)
-    return file.getvalue()
+    header = file.getvalue()
+    return header, plain, len(header) + math.prod(shape) * plain.itemsize
 
 
 def npy_from_tensor(tensor: Tensor) -> bytes:
@@ -151,9 +155,10 @@ def tensor_from_array(array: Array) -> Tensor:
         raise ValueError(f"serialisation {array.stype!r}, allowed is {_STYPE!r}")
     # Parsing a header takes as long as reading a small array: a payload that begins with the very
     # header its array announces needs none.
-    header = _usual_header(array.dtype, tuple(array.shape))
-    if header is not None and array.data.startswith(header):
-        return _view(array.data, np.dtype(array.dtype), tuple(array.shape), len(header))
+    data, shape = array.data, tuple(array.shape)
+    header, dtype, size = _usual(array.dtype, shape)
+    if len(data) == size and data.startswith(header):
+        return torch.from_numpy(np.ndarray(shape, dtype, data, len(header)))
     tensor = tensor_from_npy(array.data)
     if array.dtype == "bfloat16" and tensor.dtype == torch.uint16:
         tensor = tensor.view(torch.bfloat16)

@@ -71,6 +71,10 @@ class _Round:
     num_bytes: int
     """Bytes of parameters sent to all nodes together."""
 
+    def node_at(self, position: int) -> int:
+        """Return the node at a position."""
+        return next(node for node, (place, _) in self.questions.items() if place == position)
+
     def node_asked(self, message_id: str, otherwise: int) -> int:
         """Return the node that a message was sent to."""
         for node_id, (_, question) in self.questions.items():
@@ -85,12 +89,17 @@ class _Tally:
 
     rejected: int = 0
     """Replies left out."""
-    num_bytes: int = 0
-    """Bytes of parameters in the replies used."""
+    num_bytes: dict[int, int] = field(default_factory=dict)
+    """By position, bytes of parameters in the replies used."""
     contents: dict[int, RecordDict] = field(default_factory=dict)
     """By position, what the replies used carry beside their parameters."""
     answered: set[int] = field(default_factory=set)
     """Nodes that answered, well or badly."""
+
+    def leave_out(self, node_id: int, reason: object) -> None:
+        """Count a reply that is left out, and say so."""
+        self.rejected += 1
+        log(WARNING, "\t> Reply of node %d is left out: %s", node_id, reason)
 
 
 class _Stopwatch:
@@ -497,6 +506,11 @@ class MergeStrategy(FedAvg):
         watch = _Stopwatch()
         tally = _Tally()
         arrays = None
+
+        def leave_out(position: int, reason: str) -> None:
+            del tally.contents[position], tally.num_bytes[position]
+            tally.leave_out(this_round.node_at(position), reason)
+
         try:
             arrays = record_from_tensors(
                 self.engine.run_round(
@@ -504,6 +518,7 @@ class MergeStrategy(FedAvg):
                     this_round.reference,
                     this_round.workers,
                     self._checked(this_round, watch.pausing(replies), tally),
+                    leave_out,
                 )
             )
         except SkippedRoundError as reason:
@@ -520,7 +535,7 @@ class MergeStrategy(FedAvg):
         )
         aggregated["replies-used"] = len(tally.contents)
         aggregated["replies-rejected"] = tally.rejected
-        aggregated["bytes-up"] = tally.num_bytes
+        aggregated["bytes-up"] = sum(tally.num_bytes.values())
         aggregated["bytes-down"] = this_round.num_bytes
         aggregated["aggregate-seconds"] = watch.seconds()
         return arrays, aggregated
@@ -586,7 +601,7 @@ class MergeStrategy(FedAvg):
     def _checked(
         self, this_round: _Round, replies: Iterable[Message], tally: "_Tally"
     ) -> Iterator[tuple[int, Reply | None]]:
-        """Check each reply on its own; yield its position and, if it is good, the reply."""
+        """Check how each reply is laid out; yield its position and, if it is good, the reply."""
         for message in replies:
             node_id = message.metadata.src_node_id
             if message.has_error():  # it may come from the SuperLink, for a node that is gone
@@ -608,10 +623,9 @@ class MergeStrategy(FedAvg):
                     weighting=self.engine.weighting,
                 )
             except BadReplyError as reason:
-                tally.rejected += 1
-                log(WARNING, "\t> Reply of node %d is left out: %s", node_id, reason)
+                tally.leave_out(node_id, reason)
             else:
-                tally.num_bytes += reply.num_bytes
+                tally.num_bytes[position] = reply.num_bytes
                 tally.contents[position] = reply.metrics
             if position >= 0:
                 tally.answered.add(node_id)

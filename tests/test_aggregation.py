@@ -17,6 +17,10 @@ def as_reply(tensors, weight=1.0):
     return Reply(tensors=tensors, weight=weight, metrics=RecordDict(), num_bytes=0)
 
 
+def refuse(position, reason):
+    raise AssertionError(f"reply {position} is left out: {reason}")
+
+
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)), st.sets(st.integers(0, 5)))
 def test_replies_come_out_in_order_whatever_order_they_come_in(order, left_out, missing):
     replies = {place: as_reply({"id": torch.tensor(place)}) for place in range(6)}
@@ -26,7 +30,8 @@ def test_replies_come_out_in_order_whatever_order_they_come_in(order, left_out, 
         if place not in missing
     ]
     expected = [place for place in range(6) if place not in left_out | missing]
-    assert [int(reply.tensors["id"]) for reply in in_order(arriving)] == expected
+    came = [(place, int(reply.tensors["id"])) for place, reply in in_order(arriving)]
+    assert came == [(place, place) for place in expected]
 
 
 def test_a_reply_in_turn_is_handed_on_before_the_next_is_fetched():
@@ -53,9 +58,9 @@ def test_the_mean_is_as_exact_as_its_dtype(dtype, num_workers):
     reference = {"weight": draw(70_001)}
     workers = [{"weight": reference["weight"] + 1e-3 * draw(70_001)} for _ in range(num_workers)]
     weights = [1.0 + worker for worker in range(num_workers)]
-    accumulator = MeanAccumulator(reference)
-    for tensors, weight in zip(workers, weights, strict=True):
-        accumulator.add(as_reply(tensors, weight))
+    accumulator = MeanAccumulator(reference, refuse)
+    for place, (tensors, weight) in enumerate(zip(workers, weights, strict=True)):
+        accumulator.add(place, as_reply(tensors, weight))
     mean = accumulator.finish()["weight"]
     exact = sum(
         weight * (reference["weight"].double() - tensors["weight"].double())
@@ -70,9 +75,9 @@ def test_the_mean_is_as_exact_as_its_dtype(dtype, num_workers):
 def test_small_updates_of_large_parameters_are_not_lost():
     reference = {"weight": torch.full((1000,), 1000.0)}
     step = torch.arange(1000) % 2 * 2.0**-13  # one unit in the last place of 1000
-    accumulator = MeanAccumulator(reference)
-    for _ in range(128):
-        accumulator.add(as_reply({"weight": reference["weight"] - step}))
+    accumulator = MeanAccumulator(reference, refuse)
+    for place in range(128):
+        accumulator.add(place, as_reply({"weight": reference["weight"] - step}))
     assert torch.equal(accumulator.finish()["weight"], step)
 
 
