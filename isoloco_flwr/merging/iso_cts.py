@@ -64,7 +64,8 @@ def iso_cts(deltas: Tensor, common_space_fraction: float = 0.8) -> Tensor:
     left, values, right = leading_triples(stack.mean(0), common if m > n else k)
     left, rest = left[:, :common], left[:, common:]
     parts = []
-    for w in stack / workers:
+    for delta in stack:
+        w = delta / workers
         if m > n:
             parts.append(leading_triples(w - left @ (left.mT @ w), task))
         else:
