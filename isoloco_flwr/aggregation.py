@@ -5,7 +5,6 @@ accumulator in a fixed order, whatever order they arrive in, so that the sum has
 time.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,7 +33,6 @@ _CHUNK = 1 << 18
 _PENDING_BYTES = 64 << 20
 """Replies that are together this large are folded at once: sum and reference travel through memory
 once for all of them."""
-
 
 _BFLOAT16 = np.dtype([("bits", np.uint16)])
 """How NumPy is told that these are not integers."""
@@ -236,13 +234,12 @@ class MeanAccumulator:
         self.total_weight = 0.0
 
     def add(self, position: int, reply: Reply) -> None:
-        """Add a reply; the same replies in the same order give the same bits.
+        """Add a reply that has the reference's tensors; same replies in same order, same bits.
 
         Which of them are not finite is known when `flush` has been called.
         """
-        tensors = {name: reply.tensors[name] for name in self._reference}
-        self._pending.append((position, dataclasses.replace(reply, tensors=tensors)))
-        self._pending_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        self._pending.append((position, reply))
+        self._pending_bytes += sum(tensor.nbytes for tensor in reply.tensors.values())
         if self._pending_bytes >= _PENDING_BYTES:
             self.flush()
 

@@ -14,7 +14,7 @@ __all__ = ["fold_compiled"]
 _Array = NDArray[np.float32]
 
 _AT_A_TIME = 5
-"""Workers added at once: as many as the compiler still unrolls the loop for."""
+"""Workers added at once; ten at once took three times as long as five and five."""
 
 _LARGEST = np.finfo(np.float32).max
 

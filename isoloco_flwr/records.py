@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from io import BytesIO
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,26 +76,15 @@ def tensor_from_npy(data: bytes) -> Tensor:
         raise ValueError("payload is not a whole .npy file") from error
     if dtype.newbyteorder("=").name not in _DTYPES:
         raise ValueError(f"payload of dtype {dtype}, allowed is one of {', '.join(_DTYPES)}")
-    return _view(data, dtype, shape, file.tell(), "F" if fortran_order else "C")
-
-
-def _view(
-    data: bytes,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    offset: int,
-    order: Literal["C", "F"] = "C",
-) -> Tensor:
-    """Look at the values behind an .npy header."""
-    count = math.prod(shape)
+    offset, count = file.tell(), math.prod(shape)
     if len(data) - offset != count * dtype.itemsize:
         raise ValueError(
             f"payload of {len(data) - offset} bytes, "
             f"{dtype} of shape {shape} takes {count * dtype.itemsize}"
         )
     values = np.frombuffer(data, dtype=dtype, count=count, offset=offset)
-    values = values.reshape(shape, order=order)
-    if not dtype.isnative or order == "F":
+    values = values.reshape(shape, order="F" if fortran_order else "C")
+    if not dtype.isnative or fortran_order:
         values = np.ascontiguousarray(values, dtype=dtype.newbyteorder("=")).reshape(shape)
     return torch.from_numpy(values)
 
@@ -159,7 +148,7 @@ def tensor_from_array(array: Array) -> Tensor:
     header, dtype, size = _usual(array.dtype, shape)
     if len(data) == size and data.startswith(header):
         return torch.from_numpy(np.ndarray(shape, dtype, data, len(header)))
-    tensor = tensor_from_npy(array.data)
+    tensor = tensor_from_npy(data)
     if array.dtype == "bfloat16" and tensor.dtype == torch.uint16:
         tensor = tensor.view(torch.bfloat16)
     elif _announced(array.dtype) != str(tensor.dtype).removeprefix("torch."):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import RecordDict
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoloco_flwr.aggregation import MeanAccumulator, Reply
@@ -25,6 +25,7 @@ def test_the_compiled_loop_is_taken_where_numba_is_installed():
     assert fastest_fold() is fold_compiled
 
 
+@settings(deadline=None)  # the first call with each number of workers compiles
 @given(
     st.integers(0, 70),
     st.integers(1, 12),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rounds import ask, record, reply
 
-from isoloco_flwr import DiLoCo, IsoLoCo, MergeStrategy
+from isoloco_flwr import TIES, DiLoCo, IsoLoCo, MergeStrategy
 from isoloco_flwr.diagnostics import spectrum
 from isoloco_flwr.merging import METHODS, merge
 
@@ -107,3 +107,22 @@ def test_what_is_not_defined_is_none():
     figures = figures_of(alone, [torch.zeros(6, 9)])[NAME]
     assert figures["cosine"] is None
     assert figures["interference"] is None
+
+
+@pytest.mark.parametrize("make", [IsoLoCo, TIES])
+def test_a_reply_that_is_left_out_is_not_in_the_figures(make):
+    values = deltas()
+    sent = {NAME: torch.zeros(6, 9), "norm.weight": torch.zeros(4)}
+    strategy = make(diagnostics=[NAME])
+    messages = ask(strategy, record(sent), num_nodes=WORKERS)
+    replies = [
+        reply(message, {**sent, NAME: -value})
+        for message, value in zip(messages, values, strict=True)
+    ]
+    bad = {NAME: -values[2], "norm.weight": torch.tensor([0.0, 0.0, math.nan, 0.0])}
+    replies[2] = reply(messages[2], bad)
+    _, metrics = strategy.aggregate_train(1, replies)
+    assert (metrics["replies-used"], metrics["replies-rejected"]) == (WORKERS - 1, 1)
+    alone = make(diagnostics=[NAME])
+    expected = figures_of(alone, values[:2] + values[3:])
+    assert strategy.engine.figures == expected
