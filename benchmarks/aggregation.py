@@ -23,6 +23,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from benchmarks.report import Row, interleaved, median_ratio, write
 from isoloco_flwr import DARE, TIES, TSVM, DiLoCo, IsoCTS, IsoLoCo, LocalSGD, MergeStrategy
+from isoloco_flwr.scratch import give_back_freed_memory
 
 MEAN_BASED: dict[str, Callable[..., MergeStrategy]] = {
     "LocalSGD": LocalSGD,
@@ -141,8 +142,11 @@ def time_rows(count: int, rounds: int) -> list[Row]:
     ]
 
 
-def peak_extra_memory(name: str, count: int) -> int:
-    """Return by how many bytes the peak of this process grows while a round is aggregated."""
+def peak_extra_memory(name: str, count: int, first_last: bool) -> int:
+    """Return by how many bytes the peak of this process grows while a round is aggregated.
+
+    With `first_last` the reply that is added first comes last, so that all others wait for it.
+    """
     tensors = llama_tensors()
     model = ArrayRecord(tensors)
     payloads = [trained(tensors, seed) for seed in range(NUM_PAYLOADS)]
@@ -151,6 +155,9 @@ def peak_extra_memory(name: str, count: int) -> int:
     for replies in (2, count):
         strategy.min_train_nodes = strategy.min_available_nodes = replies
         asked = questions(strategy, model, replies)
+        if first_last:
+            asked.append(asked.pop(0))
+        give_back_freed_memory()  # the round must not begin with room that nobody counts
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
         before = _status("VmRSS")
         arrays, _ = strategy.aggregate_train(1, _stream(asked, payloads))
@@ -193,6 +200,7 @@ def memory_rows(count: int) -> list[Row]:
     rows: list[Row] = []
     for name in STRATEGIES:
         few, many = (_measured(name, replies) for replies in (8, count))
+        waiting = _measured(name, count, "--first-last")
         # Merges of the mean hold it alone; the others hold all workers' values of one parameter.
         bound = 3 * model + (100e6 if name in MEAN_BASED else count * largest)
         rows.append(
@@ -201,16 +209,17 @@ def memory_rows(count: int) -> list[Row]:
                 "8 replies, MB": f"{few / 1e6:.0f}",
                 f"{count} replies, MB": f"{many / 1e6:.0f}",
                 "ratio": f"{many / few:.2f}",
+                "the first comes last, MB": f"{waiting / 1e6:.0f}",
                 "bound, MB": f"{bound / 1e6:.0f}",
             }
         )
     return rows
 
 
-def _measured(name: str, count: int) -> int:
+def _measured(name: str, count: int, *more: str) -> int:
     command = [sys.executable, "-m", "benchmarks.aggregation", "--memory", name]
     result = subprocess.run(
-        [*command, "--replies", str(count)], capture_output=True, text=True, check=True
+        [*command, "--replies", str(count), *more], capture_output=True, text=True, check=True
     )
     return int(result.stdout)
 
@@ -220,11 +229,12 @@ def main() -> None:
     parser.add_argument("--replies", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--memory", choices=STRATEGIES, help="print one strategy's peak in bytes")
+    parser.add_argument("--first-last", action="store_true", help="the first reply comes last")
     arguments = parser.parse_args()
     TaskIdentity.run_id = TaskIdentity.task_id = TaskIdentity.node_id = 1
     logging.getLogger("flwr").setLevel(logging.ERROR)
     if arguments.memory:
-        print(peak_extra_memory(arguments.memory, arguments.replies))
+        print(peak_extra_memory(arguments.memory, arguments.replies, arguments.first_last))
         return
     megabytes = sum(value.nbytes for value in llama_tensors().values()) / 1e6
     what = f"{arguments.replies} replies of {megabytes:.1f} MB"

@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 import torch
-from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore import log
 from numpy.typing import NDArray
@@ -92,11 +92,13 @@ def train(message: Message, context: Context) -> Message:
     site = parse_site(context.node_config)
     worker = site.partition_id
     batch_size = settings.worker_batch_size(site.num_partitions)
-    config = message.content.config_records["config"]
+    # Not through `content.array_records`: what that makes refers to itself and to the content, so
+    # that the model sent would stay in memory until Python looks for such cycles.
+    config = cast(ConfigRecord, message.content["config"])
     server_round = cast(int, config["server-round"])
     model = _prepared(settings, site)
     stream = _stream(settings, site, model)
-    sent = tensors_from_record(message.content.array_records["arrays"])
+    sent = tensors_from_record(cast(ArrayRecord, message.content["arrays"]))
     load_tensors(model, sent)
     # A model with dropout must not depend on what this process did before.
     torch.manual_seed(_random_seed(settings.seed, worker, server_round))

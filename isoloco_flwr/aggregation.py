@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import Message, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -33,6 +33,9 @@ _CHUNK = 1 << 18
 _PENDING_BYTES = 64 << 20
 """Replies that are together this large are folded at once: sum and reference travel through memory
 once for all of them."""
+
+_WAITING_BYTES = 16 << 20
+"""Replies that wait for their turn in memory; those beyond wait elsewhere."""
 
 _BFLOAT16 = np.dtype([("bits", np.uint16)])
 """How NumPy is told that these are not integers."""
@@ -59,6 +62,10 @@ class Reply:
     """Bytes of the parameters received."""
     is_pseudo_gradient: bool = False
     """Whether floating-point tensors are pseudo-gradients, of any float dtype."""
+
+    def tensor_bytes(self) -> int:
+        """Return the bytes of the tensors that are still here."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def pseudo_gradient(self, name: str, sent: Tensor) -> Tensor:
         """Return the pseudo-gradient of a floating-point parameter, in the accumulation dtype."""
@@ -96,10 +103,14 @@ def read_reply(
     """
     if message.has_error():
         raise BadReplyError(f"error reply: {message.error.reason}")
-    content = message.content
-    if len(content.array_records) != 1:
-        raise BadReplyError(f"{len(content.array_records)} ArrayRecords, allowed is 1")
-    [(name, record)] = content.array_records.items()
+    # Not through `content.array_records`: what that makes refers to itself and to the content, so
+    # that the reply would stay in memory until Python looks for such cycles.
+    records = message.content.items()
+    arrays = {name: one for name, one in records if isinstance(one, ArrayRecord)}
+    metrics = {name: one for name, one in records if isinstance(one, MetricRecord)}
+    if len(arrays) != 1:
+        raise BadReplyError(f"{len(arrays)} ArrayRecords, allowed is 1")
+    [(name, record)] = arrays.items()
     try:
         tensors = named_like(tensors_from_record(record), reference)
     except ValueError as error:
@@ -108,16 +119,15 @@ def read_reply(
     check_tensors(tensors, reference, any_float=is_pseudo_gradient)
     weight = 1.0
     if weighting == "examples":
-        if len(content.metric_records) != 1:
-            raise BadReplyError(f"{len(content.metric_records)} MetricRecords, allowed is 1")
-        metric = next(iter(content.metric_records.values())).get(weighted_by_key)
-        weight = check_weight(weighted_by_key, metric)
-    metrics = RecordDict(dict(content.metric_records.items()))
+        if len(metrics) != 1:
+            raise BadReplyError(f"{len(metrics)} MetricRecords, allowed is 1")
+        [metric] = metrics.values()
+        weight = check_weight(weighted_by_key, metric.get(weighted_by_key))
     num_bytes = sum(len(array.data) for array in record.values())
     return Reply(
         tensors=tensors,
         weight=weight,
-        metrics=metrics,
+        metrics=RecordDict(dict(metrics)),
         num_bytes=num_bytes,
         is_pseudo_gradient=is_pseudo_gradient,
     )
@@ -173,7 +183,9 @@ def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(total) or bool(torch.isfinite(tensor).all())
 
 
-def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[tuple[int, Reply]]:
+def in_order(
+    replies: Iterable[tuple[int, Reply | None]], set_aside: Callable[[Reply], Reply]
+) -> Iterator[tuple[int, Reply]]:
     """Yield positions and replies by position, holding back those that arrive before their turn.
 
     Parameters
@@ -181,18 +193,28 @@ def in_order(replies: Iterable[tuple[int, Reply | None]]) -> Iterator[tuple[int,
     replies : Iterable[tuple[int, Reply | None]]
         Position in the round, counted from 0, and reply; None where a position brings none. A
         position may be missing: those behind it are held until the end.
+    set_aside : Callable[[Reply], Reply]
+        Returns the reply with its tensors out of memory. Called when those that wait there would
+        become more than 16 MB.
     """
     waiting: dict[int, Reply] = {}
+    in_memory: dict[int, int] = {}  # bytes by position
     left_out: set[int] = set()
     turn = 0
     for position, reply in replies:
         if reply is None:
             left_out.add(position)
         else:
+            size = reply.tensor_bytes()
+            if position > turn and size + sum(in_memory.values()) > _WAITING_BYTES:
+                reply = set_aside(reply)
+            else:
+                in_memory[position] = size
             waiting[position] = reply
         del reply  # or it would stay while the next one is fetched
         while turn in waiting or turn in left_out:
             if turn in waiting:
+                in_memory.pop(turn, None)
                 yield turn, waiting.pop(turn)
             turn += 1
     for position in sorted(waiting):
@@ -239,7 +261,7 @@ class MeanAccumulator:
         Which of them are not finite is known when `flush` has been called.
         """
         self._pending.append((position, reply))
-        self._pending_bytes += sum(tensor.nbytes for tensor in reply.tensors.values())
+        self._pending_bytes += reply.tensor_bytes()
         if self._pending_bytes >= _PENDING_BYTES:
             self.flush()
 

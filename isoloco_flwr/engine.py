@@ -25,7 +25,7 @@ from isoloco_flwr.diagnostics import MergeDiagnostics
 from isoloco_flwr.merging import METHODS, check_options
 from isoloco_flwr.merging.dare import worker_generator
 from isoloco_flwr.outer import OuterOptimizer
-from isoloco_flwr.scratch import ScratchStack
+from isoloco_flwr.scratch import ScratchStack, on_disk
 
 __all__ = ["BUFFERS", "Orthogonalize", "OuterEngine", "SkippedRoundError"]
 
@@ -72,6 +72,8 @@ class OuterEngine:
             raise ValueError(f'orthogonalize="update" with merge={merge!r}: allowed is "gradient"')
         if min_train_replies < 1:
             raise ValueError(f"min_train_replies={min_train_replies}: allowed is a number >= 1")
+        if scratch_dir is not None and not Path(scratch_dir).is_dir():
+            raise ValueError(f"scratch_dir={str(scratch_dir)!r}: allowed is a folder that exists")
         self.orthogonalize = orthogonalize
         self.weighting: Weighting = weighting
         self.average_only = tuple(average_only)
@@ -171,7 +173,9 @@ class OuterEngine:
 
         mean = MeanAccumulator(averaged, drop)
         try:
-            for position, reply in in_order(recorded()):
+            for position, reply in in_order(
+                recorded(), lambda reply: on_disk(reply, self.scratch_dir)
+            ):
                 mean.add(position, reply)
                 for name in watched:
                     if name in averaged:
@@ -199,7 +203,7 @@ class OuterEngine:
                 if self.weighting == "examples":
                     share = torch.tensor([weights[position] for position in used], dtype=rows.dtype)
                     share = share * (len(used) / share.sum())
-                    rows = rows * share.view(-1, *[1] * (rows.ndim - 1))
+                    rows *= share.view(-1, *[1] * (rows.ndim - 1))
                 deltas[name] = self._merge_all(
                     rows, name, server_round, [workers[position] for position in used]
                 )

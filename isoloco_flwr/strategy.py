@@ -180,8 +180,9 @@ class MergeStrategy(FedAvg):
     device : Optional[str | torch.device] (default: None)
         Where merges and outer steps are computed; None is the CPU.
     scratch_dir : Optional[str | Path] (default: None)
-        Folder for the scratch file of merges that need all pseudo-gradients at once (R times the
-        model); None takes the system's folder for temporary files.
+        Folder that exists, for replies that come before their turn and for the scratch file of
+        merges that need all pseudo-gradients at once (R times the model); None takes the system's
+        folder for temporary files.
     seed : int (default: 0)
         Decides which nodes are sampled and DARE's masks; nodes are numbered in the order of their
         registration.

@@ -36,18 +36,18 @@ def ties(deltas: Tensor, sparsity: float = 0.1) -> Tensor:
     stack = as_stack("ties", deltas)
     rows = stack.reshape(len(stack), -1)
     keep = kept_count(rows.shape[1], sparsity)
-    # Worker by worker, so that beside the stack only masks of its size are in memory.
-    masks = [largest(row.abs(), keep) for row in rows]
-    # In float64 a float32 sum that cancels is exactly 0, in whatever order it is added.
-    total = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
-    for row, mask in zip(rows, masks, strict=True):
-        total += row * mask
-    elected = total.sign().to(rows.dtype)
-    merged = torch.zeros_like(rows[0])
-    count = torch.zeros_like(rows[0])
-    for row, mask in zip(rows, masks, strict=True):
-        agrees = mask & (row.sign() == elected) & (elected != 0)
-        merged += row * agrees
-        count += agrees
-    merged /= count.clamp(min=1)
+    # One pass, worker by worker, so that nothing else has the stack's size: what is kept is added
+    # up by sign, and the sign is elected in the end. In float64 a float32 sum that cancels is
+    # exactly 0, in whatever order it is added.
+    up, down = torch.zeros(2, rows.shape[1], dtype=torch.float64, device=rows.device)
+    num_up, num_down = torch.zeros(2, rows.shape[1], device=rows.device)
+    for row in rows:
+        kept = row * largest(row.abs(), keep)
+        up += kept.clamp(min=0)
+        num_up += kept > 0
+        down += kept.clamp(max=0)
+        num_down += kept < 0
+    total = up + down
+    merged = torch.where(total > 0, up / num_up.clamp(min=1), down / num_down.clamp(min=1))
+    merged[total == 0] = 0
     return merged.reshape(stack.shape[1:]).to(deltas.dtype)

@@ -1,6 +1,8 @@
 """A reply is checked alone: a bad one is counted and never touches the model."""
 
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -191,11 +193,35 @@ def test_replies_without_a_round_are_an_error():
         strategy.aggregate_train(5, [reply(message, worker_model(0))])
 
 
+@pytest.mark.parametrize("bytes_in_memory", [64 << 20, 300, 0])
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
-def test_the_order_of_arrival_changes_no_bit(order):
+def test_the_order_of_arrival_changes_no_bit(order, bytes_in_memory, monkeypatch):
+    monkeypatch.setattr("isoloco_flwr.aggregation._WAITING_BYTES", bytes_in_memory)
     expected, _ = aggregate(IsoLoCo(), places=(0, 1, 2, 3))
     arrays, _ = aggregate(IsoLoCo(), places=order)
     assert_same_bits(arrays, expected)
+
+
+def test_a_reply_is_freed_at_once_and_not_when_python_looks_for_cycles():
+    strategy = IsoLoCo()
+    messages = ask(strategy, record(MODEL), num_nodes=4)
+    alive = []
+
+    def replies():
+        for place, message in enumerate(messages):
+            answer = reply(message, worker_model(place))
+            alive.append(weakref.ref(answer.content))
+            yield answer
+            del answer
+            assert [one() for one in alive] == [None] * len(alive)
+
+    gc.collect()
+    gc.disable()
+    try:
+        _, metrics = strategy.aggregate_train(1, replies())
+    finally:
+        gc.enable()
+    assert metrics["replies-used"] == 4
 
 
 def test_the_model_sent_is_left_as_it_was():
