@@ -50,6 +50,12 @@ class Outcome:
         """Inner steps that every worker has taken."""
         return int(self.run_config["num-server-rounds"]) * int(self.run_config["inner.steps"])
 
+    def replies_lost(self) -> int:
+        """Return how many workers' replies over all rounds went into no outer step."""
+        if self.data_parallel:
+            return 0
+        return sum(self.workers - row["replies-used"] for row in self.rows if row["round"] > 0)
+
     def bytes_per_worker(self) -> list[float]:
         """Return the bytes that a worker has sent and received up to each row.
 

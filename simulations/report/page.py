@@ -90,6 +90,11 @@ def html_page(
             f'<p class="notice">Not complete: {len(outcomes)} runs have finished, '
             f'<a href="#unfinished">others have not</a>.</p>'
         )
+    if lost := [f"{one.run} ({count})" for one in outcomes if (count := one.replies_lost())]:
+        parts.append(
+            '<p class="notice">Workers\' replies went into no outer step, so that less text has '
+            f"decided these runs than the others: {escape(', '.join(lost))}.</p>"
+        )
     facts = "".join(
         f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>"
         for key, value in _facts(experiment, scale_name, outcomes).items()

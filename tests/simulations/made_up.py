@@ -57,6 +57,7 @@ def rows_of(run: Run) -> list[dict]:
             "tokens": number * 5120,
             "bytes-up": 0 if run.data_parallel or number == 0 else 4000 * run.workers,
             "bytes-down": 0 if run.data_parallel or number == 0 else 4000 * run.workers,
+            "replies-used": 0 if number == 0 else run.workers,
             "aggregate-seconds": 0.25,
             "load-seconds": None if number == 0 else 0.5,
             "train-seconds": None if number == 0 else 1.5,

@@ -186,6 +186,15 @@ def test_a_run_that_diverged_is_shown_as_it_is(write, outcomes):
     assert {row["loss"] for row in rows if row["method"] == "diloco"} == {"nan"}
 
 
+def test_a_run_that_lost_replies_is_named_with_their_number(page, write, outcomes):
+    short = copy.deepcopy(outcomes)
+    run = next(run for run in short if run.point["method"] == "diloco" and run.workers > 1)
+    run.rows[1]["replies-used"] -= 1
+    run.rows[-1]["replies-used"] = 0
+    assert f"than the others: {run.run} ({run.workers + 1})." in write(short).text
+    assert "no outer step" not in page.text
+
+
 def test_the_page_needs_nothing_but_itself(page, folder):
     assert page.addresses
     inner = [address for address in page.addresses if address.startswith("#")]
