@@ -83,11 +83,20 @@ def outcomes_of_others(folder: Path) -> list[Outcome]:
         for outcome in _read_results(path)
     ]
     beside = [
-        read_outcome(path.parent)
+        _read_outcome(path.parent)
         for path in sorted(folder.parent.glob("*/*/finished.json"))
         if path.parents[1] != folder
     ]
     return brought + beside
+
+
+def _read_outcome(folder: Path) -> Outcome:
+    try:
+        return read_outcome(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise SweepError(
+            f"{folder}: allowed is what a finished run leaves ({error!r}); move that folder away"
+        ) from error
 
 
 def _read_results(path: Path) -> list[Outcome]:
@@ -171,7 +180,7 @@ class Runs:
     def outcome(self, run: Run) -> Outcome:
         """Return what a finished run has left; its own folder comes first."""
         if self.is_finished_here(run):
-            return read_outcome(self.folder / run.name)
+            return _read_outcome(self.folder / run.name)
         brought = self._brought[_key(_decided_by(run))]
         return replace(brought, run=run.name, point=dict(run.point), tuned=dict(run.grid))
 

@@ -136,6 +136,16 @@ def test_a_file_that_holds_no_results_is_refused_by_name(tmp_path):
             Runs(tmp_path, path)
 
 
+@pytest.mark.parametrize("file", ["run.json", "config.json", "metrics.jsonl"])
+def test_a_finished_run_with_a_broken_file_is_refused_by_name(tmp_path, tuning, file):
+    run = tuning[0]
+    finish_here(tmp_path / "other", run)
+    for break_it in (lambda path: path.write_text('{"cut'), lambda path: path.unlink()):
+        break_it(tmp_path / "other" / run.name / file)
+        with pytest.raises(SweepError, match=rf"{run.name}: allowed is.*move that folder away"):
+            outcomes_of_others(tmp_path / "here")
+
+
 def test_the_expected_time_follows_from_the_folders_own_runs(tmp_path, tuning, results):
     two, four = [[run for run in tuning if run.workers == workers] for workers in (2, 4)]
     assert Runs(tmp_path / "here", results).expected_seconds(tuning, jobs=1) is None
