@@ -43,7 +43,12 @@ from isoloco_flwr.pretraining.worker_state import (
     save_worker_state,
     state_bytes,
 )
-from isoloco_flwr.records import pseudo_gradients, record_from_tensors, tensors_from_record
+from isoloco_flwr.records import (
+    pseudo_gradients,
+    record_from_tensors,
+    records_of,
+    tensors_from_record,
+)
 from isoloco_flwr.settings import (
     DataSettings,
     InnerSettings,
@@ -92,13 +97,11 @@ def train(message: Message, context: Context) -> Message:
     site = parse_site(context.node_config)
     worker = site.partition_id
     batch_size = settings.worker_batch_size(site.num_partitions)
-    # Not through `content.array_records`: what that makes refers to itself and to the content, so
-    # that the model sent would stay in memory until Python looks for such cycles.
-    config = cast(ConfigRecord, message.content["config"])
+    config = records_of(message.content, ConfigRecord)["config"]
     server_round = cast(int, config["server-round"])
     model = _prepared(settings, site)
     stream = _stream(settings, site, model)
-    sent = tensors_from_record(cast(ArrayRecord, message.content["arrays"]))
+    sent = tensors_from_record(records_of(message.content, ArrayRecord)["arrays"])
     load_tensors(model, sent)
     # A model with dropout must not depend on what this process did before.
     torch.manual_seed(_random_seed(settings.seed, worker, server_round))

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from isoloco_flwr.fold import fastest_fold
-from isoloco_flwr.records import named_like, tensors_from_record
+from isoloco_flwr.records import named_like, records_of, tensors_from_record
 
 __all__ = ["BadReplyError", "MeanAccumulator", "Reply", "fault_of", "in_order", "read_reply"]
 
@@ -103,11 +103,8 @@ def read_reply(
     """
     if message.has_error():
         raise BadReplyError(f"error reply: {message.error.reason}")
-    # Not through `content.array_records`: what that makes refers to itself and to the content, so
-    # that the reply would stay in memory until Python looks for such cycles.
-    records = message.content.items()
-    arrays = {name: one for name, one in records if isinstance(one, ArrayRecord)}
-    metrics = {name: one for name, one in records if isinstance(one, MetricRecord)}
+    arrays = records_of(message.content, ArrayRecord)
+    metrics = records_of(message.content, MetricRecord)
     if len(arrays) != 1:
         raise BadReplyError(f"{len(arrays)} ArrayRecords, allowed is 1")
     [(name, record)] = arrays.items()
@@ -205,11 +202,12 @@ def in_order(
         if reply is None:
             left_out.add(position)
         else:
-            size = reply.tensor_bytes()
-            if position > turn and size + sum(in_memory.values()) > _WAITING_BYTES:
-                reply = set_aside(reply)
-            else:
-                in_memory[position] = size
+            if position > turn:
+                size = reply.tensor_bytes()
+                if size + sum(in_memory.values()) > _WAITING_BYTES:
+                    reply = set_aside(reply)
+                else:
+                    in_memory[position] = size
             waiting[position] = reply
         del reply  # or it would stay while the next one is fetched
         while turn in waiting or turn in left_out:

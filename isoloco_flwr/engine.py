@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -173,9 +174,7 @@ class OuterEngine:
 
         mean = MeanAccumulator(averaged, drop)
         try:
-            for position, reply in in_order(
-                recorded(), lambda reply: on_disk(reply, self.scratch_dir)
-            ):
+            for position, reply in in_order(recorded(), partial(on_disk, folder=self.scratch_dir)):
                 mean.add(position, reply)
                 for name in watched:
                     if name in averaged:

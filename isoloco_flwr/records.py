@@ -13,11 +13,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from numpy.lib import format as npy
 from torch import Tensor
 
@@ -27,10 +27,13 @@ __all__ = [
     "npy_from_tensor",
     "pseudo_gradients",
     "record_from_tensors",
+    "records_of",
     "tensor_from_array",
     "tensor_from_npy",
     "tensors_from_record",
 ]
+
+_Record = TypeVar("_Record", ArrayRecord, ConfigRecord, MetricRecord)
 
 _STYPE = "numpy.ndarray"
 _COMPILED = "_orig_mod."
@@ -192,6 +195,15 @@ def tensors_from_record(record: ArrayRecord) -> dict[str, Tensor]:
         except (ValueError, TypeError) as error:
             raise ValueError(f"array {name!r}: {error}") from error
     return tensors
+
+
+def records_of(content: RecordDict, kind: type[_Record]) -> dict[str, _Record]:
+    """Return the records of one kind in a message's content, by name.
+
+    What `content.array_records` and its like return refers to itself and to the content, so that a
+    whole model stays in memory until Python looks for such cycles; this does not.
+    """
+    return {name: record for name, record in content.items() if isinstance(record, kind)}
 
 
 def named_like(tensors: Mapping[str, Tensor], reference: Iterable[str]) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ class ScratchStack:
         """
         for name, sent in self._reference.items():
             delta = reply.pseudo_gradient(name, sent)
-            view = delta.reshape(-1).view(torch.uint8).numpy().data
+            view = _bytes_of(delta)
             offset = self._offsets[name] + row * view.nbytes
             while view:
                 written = os.pwrite(self._file.fileno(), view, offset)
@@ -155,7 +155,7 @@ def on_disk(reply: Reply, folder: Path | None = None) -> Reply:
         with tempfile.TemporaryFile(dir=folder) as file:
             for name, tensor in tensors.items():
                 offsets[name] = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+                file.write(_bytes_of(tensor))
             file.flush()
             # Copy on write: nothing is written, but torch asks for memory that could be.
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -169,6 +169,11 @@ def on_disk(reply: Reply, folder: Path | None = None) -> Reply:
         for name, tensor in tensors.items()
     }
     return dataclasses.replace(reply, tensors={**reply.tensors, **mapped})
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Look at the bytes of a tensor's values, row by row; not copied where they lie so."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 @cache
