@@ -9,15 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from numpy.typing import NDArray
 from torch import Tensor
 
-from isoloco_flwr.fold import fastest_fold
+from isoloco_flwr.fold import fastest_fold, flat_array
 from isoloco_flwr.records import named_like, records_of, tensors_from_record
 
 __all__ = ["BadReplyError", "MeanAccumulator", "Reply", "fault_of", "in_order", "read_reply"]
@@ -27,18 +26,12 @@ Weighting = Literal["uniform", "examples"]
 MAX_WEIGHT = 2.0**63
 """Largest weight of a reply: a count of examples has no more, and sums stay far from overflow."""
 
-_CHUNK = 1 << 18
-"""Elements folded at a time: a chunk of the sum stays in a core's cache."""
-
-_PENDING_BYTES = 64 << 20
+_PENDING_BYTES = 80 << 20
 """Replies that are together this large are folded at once: sum and reference travel through memory
 once for all of them."""
 
 _WAITING_BYTES = 16 << 20
 """Replies that wait for their turn in memory; those beyond wait elsewhere."""
-
-_BFLOAT16 = np.dtype([("bits", np.uint16)])
-"""How NumPy is told that these are not integers."""
 
 PSEUDO_GRADIENT = "pseudo-gradient"
 """Name of the ArrayRecord of a reply that carries what was sent minus what the worker ended at."""
@@ -147,9 +140,10 @@ def check_tensors(
             raise BadReplyError(
                 f"array {name!r} of shape {tuple(got.shape)}, sent was {tuple(sent.shape)}"
             )
-        both_float = got.is_floating_point() and sent.is_floating_point()
-        if got.dtype != sent.dtype and not (any_float and both_float):
-            raise BadReplyError(f"array {name!r} of {got.dtype}, sent was {sent.dtype}")
+        if got.dtype != sent.dtype:
+            both_float = got.is_floating_point() and sent.is_floating_point()
+            if not (any_float and both_float):
+                raise BadReplyError(f"array {name!r} of {got.dtype}, sent was {sent.dtype}")
 
 
 def fault_of(reply: Reply) -> str | None:
@@ -174,7 +168,7 @@ def is_finite(tensor: Tensor) -> bool:
     # The sum of finite values is finite but for an overflow, which only the slow pass can tell.
     if tensor.dtype == torch.float32 and tensor.is_cpu:
         with np.errstate(over="ignore", invalid="ignore"):
-            total = float(np.add.reduce(_flat(tensor)))
+            total = float(np.add.reduce(flat_array(tensor)))
     else:
         total = tensor.sum(dtype=accumulation_dtype(tensor)).item()
     return math.isfinite(total) or bool(torch.isfinite(tensor).all())
@@ -242,13 +236,15 @@ class MeanAccumulator:
     ) -> None:
         self._reference = reference
         self._leave_out = leave_out
-        self._fold_arrays = fastest_fold()
-        self._start = {name: _flat(tensor) for name, tensor in reference.items()}
+        self._fold_tensors = fastest_fold()
+        self._names: dict[bool, list[str]] = {True: [], False: []}  # by whether floating-point
+        for name, tensor in reference.items():
+            self._names[tensor.is_floating_point()].append(name)
         self._sums = {
-            name: torch.zeros(tensor.numel(), dtype=accumulation_dtype(tensor)).numpy()
+            name: torch.zeros(tensor.shape, dtype=accumulation_dtype(tensor))
             for name, tensor in reference.items()
         }
-        self._new_sums = {name: np.empty_like(sums) for name, sums in self._sums.items()}
+        self._new_sums = {name: torch.empty_like(sums) for name, sums in self._sums.items()}
         self._pending: list[tuple[int, Reply]] = []
         self._pending_bytes = 0
         self.total_weight = 0.0
@@ -299,59 +295,29 @@ class MeanAccumulator:
         if not self.total_weight > 0:
             raise ValueError("the weights of the replies add up to 0")
         self._new_sums.clear()
-        return {
-            name: torch.from_numpy(self._sums.pop(name)).div_(self.total_weight).view(tensor.shape)
-            for name, tensor in self._reference.items()
-        }
+        return {name: self._sums.pop(name).div_(self.total_weight) for name in self._reference}
 
     def _fold(self) -> bool:
-        """Write the sums with what is pending beside the old ones; tell whether they are finite.
-
-        In the caller's thread: the sums are as fast as memory is, to which a second thread adds
-        little, and beside other processes at work its hand-overs take longer than the sums.
-        """
-        return min(map(self._fold_tensor, self._sums), default=True)
-
-    def _fold_tensor(self, name: str) -> bool:
-        out, total = self._new_sums[name], self._sums[name]
-        sent = self._reference[name]
+        """Write the sums with what is pending beside the old ones; tell whether they are finite."""
         is_finite = True
-        for as_difference, group in groupby(
-            (reply for _, reply in self._pending),
-            lambda reply: sent.is_floating_point() and not reply.is_pseudo_gradient,
+        old = self._sums
+        for is_pseudo_gradient, group in groupby(
+            (reply for _, reply in self._pending), lambda reply: reply.is_pseudo_gradient
         ):
             replies = list(group)
-            start = self._start[name] if as_difference else np.zeros(out.size, np.int8)
-            # What is added as it is is 0 minus itself, by minus its weight.
-            weights = [reply.weight if as_difference else -reply.weight for reply in replies]
-            arrays = [_flat(reply.tensors[name]) for reply in replies]
-            for begin in range(0, out.size, _CHUNK):
-                chunk = slice(begin, begin + _CHUNK)
-                is_finite &= self._fold_arrays(
-                    out[chunk],
-                    total[chunk],
-                    _widened(start[chunk], out.dtype),
-                    [_widened(array[chunk], out.dtype) for array in arrays],
-                    weights,
+            weights = [reply.weight for reply in replies]
+            for as_difference, names in self._names.items():
+                subtract = as_difference and not is_pseudo_gradient
+                is_finite &= self._fold_tensors(
+                    [self._new_sums[name] for name in names],
+                    [old[name] for name in names],
+                    [self._reference[name] for name in names] if subtract else None,
+                    [[reply.tensors[name] for name in names] for reply in replies],
+                    # What is added as it is is 0 minus itself, by minus its weight.
+                    weights if subtract else [-weight for weight in weights],
                 )
-            total = out
+            old = self._new_sums
         return is_finite
-
-
-def _flat(tensor: Tensor) -> NDArray[Any]:
-    """Look at a tensor's values in a row; at the bits of bfloat16, which NumPy does not know."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.uint16).numpy().reshape(-1).view(_BFLOAT16)
-    return tensor.numpy().reshape(-1)
-
-
-def _widened(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return values in the dtype they are summed in."""
-    if values.dtype == dtype:
-        return values
-    if values.dtype == _BFLOAT16:  # the upper half of a float32
-        values = (values["bits"].astype(np.uint32) << 16).view(np.float32)
-    return values.astype(dtype)
 
 
 def accumulation_dtype(tensor: Tensor) -> torch.dtype:

@@ -211,6 +211,9 @@ def named_like(tensors: Mapping[str, Tensor], reference: Iterable[str]) -> dict[
 
     A compiled module's state_dict says `_orig_mod.` before the names of what was compiled.
     """
+    reference = dict.fromkeys(reference)
+    if tensors.keys() == reference.keys():
+        return dict(tensors)
     names = {name.replace(_COMPILED, ""): name for name in reference}
     renamed = {names.get(name.replace(_COMPILED, ""), name): tensors[name] for name in tensors}
     # Two names that become one are not a matter of the prefix: one must not replace the other.

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isoloco_flwr.aggregation import MeanAccumulator, Reply
-from isoloco_flwr.fold import fastest_fold, fold_plain
-from isoloco_flwr.fold_compiled import fold_compiled
+from isoloco_flwr.fold import fastest_fold, fold_plain, fold_tensors
+from isoloco_flwr.fold_compiled import fold_compiled, fold_tensors_compiled
 
 
 def draw(size, workers, dtype, seed=0):
@@ -22,7 +22,7 @@ def draw(size, workers, dtype, seed=0):
 
 
 def test_the_compiled_loop_is_taken_where_numba_is_installed():
-    assert fastest_fold() is fold_compiled
+    assert fastest_fold().func is fold_tensors_compiled
 
 
 @settings(deadline=None)  # the first call with each number of workers compiles
@@ -65,6 +65,61 @@ def test_values_at_odd_addresses_are_added_too():
     fold_plain(plain, total, start, values, [1.0] * 3)
     fold_compiled(compiled, total, start, [values[0], odd, values[2]], [1.0] * 3)
     assert plain.tobytes() == compiled.tobytes()
+
+
+def at_an_odd_address(tensor):
+    data = bytearray(b"." + tensor.numpy().tobytes())
+    odd = np.frombuffer(data, np.uint8)[1:].view(np.float32)
+    assert not odd.flags.aligned
+    return torch.from_numpy(odd.reshape(tensor.shape))
+
+
+def not_in_a_row(tensor):
+    return torch.stack([tensor, tensor], dim=-1)[..., 0]
+
+
+FORMS = {
+    "plain": lambda tensor: tensor,
+    "at an odd address": at_an_odd_address,
+    "not in a row": not_in_a_row,
+    "bfloat16": lambda tensor: tensor.bfloat16(),
+    "float16": lambda tensor: tensor.half(),
+}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes=st.lists(st.sampled_from([(0,), (), (3, 5), (4096,), (4097,), (2, 5000)]), max_size=5),
+    workers=st.integers(1, 6),
+    forms=st.lists(st.sampled_from(sorted(FORMS)), min_size=36, max_size=36),
+    weights=st.lists(st.floats(0, 1e9), min_size=6, max_size=6),
+    is_difference=st.booleans(),
+    is_bad=st.booleans(),
+)
+def test_a_whole_model_gets_the_same_bits(shapes, workers, forms, weights, is_difference, is_bad):
+    generator = torch.Generator().manual_seed(0)
+    form = iter(forms)
+
+    def model(*, plain=False):
+        tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+        return [
+            tensor if plain or not tensor.numel() else FORMS[next(form)](tensor)
+            for tensor in tensors
+        ]
+
+    total, start = model(plain=True), model()
+    values = [model() for _ in range(workers)]
+    is_bad = is_bad and any(tensor.numel() for tensor in total)
+    if is_bad:
+        worst = max(range(len(shapes)), key=lambda place: total[place].numel())
+        values[-1][worst].view(-1)[-1:].fill_(math.nan)
+    results = []
+    for fold in (fold_tensors, fastest_fold()):
+        out = [torch.empty_like(tensor) for tensor in total]
+        is_finite = fold(out, total, start if is_difference else None, values, weights[:workers])
+        assert is_finite is not is_bad
+        results.append([tensor.numpy().tobytes() for tensor in out])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("group_bytes", [1, 400, 1 << 20])
