@@ -75,8 +75,8 @@ Least squares over log-uniform spectra of 0.3 to 3.5 decades: their sums, read f
 within 2 % of the sum of singular values, where ⟨O, A⟩ is up to 9 % off.
 """
 
-TALL = {"newton_schulz": 1.5, "polar_express": 3.0}
-"""From this ratio of the sides on, iterations run on the Gram matrix and not on X."""
+TALL = {"svd": 2.0, "newton_schulz": 1.5, "polar_express": 3.0}
+"""From this ratio of the sides on, iterations run on the Gram matrix and not on X, "svd" on R."""
 
 BLOCK = 256
 """Blocks below this side are multiplied whole."""
@@ -215,8 +215,10 @@ def normalised(x: Tensor) -> tuple[Tensor, Tensor | None]:
 def _isotropic(x: Tensor, method: str, scale: str | None) -> Tensor:
     """Polar factor (scale None) or isotropic matrix of tall x of shape (m, n) or (b, m, n)."""
     m, k = x.shape[-2:]
-    if method == "svd" or (method in ("newton_schulz", "polar_express") and m < TALL[method] * k):
-        factor = _svd_factor(x) if method == "svd" else _iterate(x, method)
+    if method == "svd":
+        return _by_svd(x, scale)
+    if method in ("newton_schulz", "polar_express") and m < TALL[method] * k:
+        factor = _iterate(x, method)
         if scale == "nuclear":
             factor *= inner(factor, x) / k
         elif scale == "rms":
@@ -241,10 +243,19 @@ def _isotropic(x: Tensor, method: str, scale: str | None) -> Tensor:
     return x @ root if x.is_contiguous() else (root @ x.mT).mT
 
 
-def _svd_factor(x: Tensor) -> Tensor:
+def _by_svd(x: Tensor, scale: str | None) -> Tensor:
+    # Of QR = X with R small the long side takes part in two products only, QR's and the last one.
+    is_tall = x.shape[-2] >= TALL["svd"] * x.shape[-1]
+    q, x = torch.linalg.qr(x) if is_tall else (None, x)
     u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    factor: Tensor = (u * (s[..., None, :1] > 0)) @ vh  # of a zero matrix nothing is left
-    return factor
+    if scale == "nuclear":
+        value = s.mean(-1)
+    elif scale == "rms":
+        value = s.square().mean(-1).sqrt()
+    else:
+        value = (s[..., 0] > 0).to(s)  # of a zero matrix nothing is left
+    result: Tensor = u @ (vh * value[..., None, None])
+    return result if q is None else torch.matmul(q, result)
 
 
 # --- symmetric matrices --------------------------------------------------------------------------
