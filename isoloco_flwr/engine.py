@@ -169,8 +169,9 @@ class OuterEngine:
                     stack.write(position, reply)
                     rest = {name: reply.tensors[name] for name in averaged}
                     reply = dataclasses.replace(reply, tensors=rest)
-                yield position, reply
-                del reply  # or it would stay while the next one is fetched
+                held = [reply]
+                del reply  # or it would stay while others are added
+                yield position, held.pop()
 
         mean = MeanAccumulator(averaged, drop)
         try:

@@ -136,7 +136,8 @@ class StreamingGrid(WrappedGrid):
                 if not replies:
                     missing.append(message_id)
                     in_vain += time.monotonic() - asked
-                yield from replies
+                while replies:
+                    yield replies.pop(0)
             wait = min(max(_SHORTEST_WAIT, in_vain / _ASKING_SHARE), _LONGEST_WAIT)
             message_ids = missing
             if not message_ids:

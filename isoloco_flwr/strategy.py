@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from logging import ERROR, INFO, WARNING
 from pathlib import Path
 from typing import Any, cast
@@ -113,12 +114,11 @@ class _Stopwatch:
         iterator = iter(replies)
         while True:
             pause = time.perf_counter()
-            message = next(iterator, None)
+            fetched = list(islice(iterator, 1))
             self._waited += time.perf_counter() - pause
-            if message is None:
+            if not fetched:
                 return
-            yield message
-            del message  # or it would stay while the next one is fetched
+            yield fetched.pop()  # kept here it would stay while it is dealt with
 
     def seconds(self) -> float:
         return time.perf_counter() - self._start - self._waited
@@ -628,10 +628,11 @@ class MergeStrategy(FedAvg):
             else:
                 tally.num_bytes[position] = reply.num_bytes
                 tally.contents[position] = reply.metrics
+            held = [reply]
+            del message, reply  # or they would stay while the next ones are added or fetched
             if position >= 0:
                 tally.answered.add(node_id)
-                yield position, reply
-            del message, reply  # or they would stay while the next ones are fetched
+                yield position, held.pop()
 
     def _aggregate_metrics(self, contents: list[RecordDict]) -> MetricRecord:
         """Aggregate the metrics of the replies whose one MetricRecord has the first one's keys."""

@@ -12,6 +12,7 @@ from flwr.serverapp.exception import AggregationError
 from rounds import ask, random_model, record, reply, tensors
 
 from isoloco_flwr import IsoLoCo
+from isoloco_flwr.aggregation import MeanAccumulator
 
 MODEL = random_model(0)
 
@@ -222,6 +223,25 @@ def test_a_reply_is_freed_at_once_and_not_when_python_looks_for_cycles():
     finally:
         gc.enable()
     assert metrics["replies-used"] == 4
+
+
+def test_the_reply_that_others_waited_for_is_freed_before_they_are_added(monkeypatch):
+    monkeypatch.setattr("isoloco_flwr.aggregation._PENDING_BYTES", 1)
+    added = []
+    add = MeanAccumulator.add
+
+    def watched_add(self, position, reply):
+        assert [one() for _, one in added] == [None] * len(added)
+        added.append((position, weakref.ref(reply)))
+        add(self, position, reply)
+
+    monkeypatch.setattr(MeanAccumulator, "add", watched_add)
+    strategy = IsoLoCo()
+    messages = ask(strategy, record(MODEL), num_nodes=4)
+    strategy.aggregate_train(
+        1, (reply(messages[place], worker_model(place)) for place in (1, 2, 3, 0))
+    )
+    assert [position for position, _ in added] == [0, 1, 2, 3]
 
 
 def test_the_model_sent_is_left_as_it_was():
