@@ -7,7 +7,7 @@ from torch import Tensor
 
 from isoloco_flwr.merging.iso_c import iso_c_of_mean
 from isoloco_flwr.merging.stack import as_stack
-from isoloco_flwr.merging.triples import leading_triples, orthogonalised
+from isoloco_flwr.merging.triples import leading_triples, orthogonalised, side_by_side
 
 __all__ = ["iso_cts"]
 
@@ -63,15 +63,15 @@ def iso_cts(deltas: Tensor, common_space_fraction: float = 0.8) -> Tensor:
     # what W_i has along its other columns: a matrix of only k - c rows.
     left, values, right = leading_triples(stack.mean(0), common if m > n else k)
     left, rest = left[:, :common], left[:, common:]
-    parts = []
-    for delta in stack:
+
+    def own_triples(delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         w = delta / workers
         if m > n:
-            parts.append(leading_triples(w - left @ (left.mT @ w), task))
-        else:
-            u, s, v = leading_triples(rest.mT @ w, task)
-            parts.append((rest @ u, s, v))
-    lefts, sizes, rights = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+            return leading_triples(w - left @ (left.mT @ w), task)
+        u, s, v = leading_triples(rest.mT @ w, task)
+        return rest @ u, s, v
+
+    lefts, sizes, rights = side_by_side(stack, task, own_triples)
     # The workers' left vectors are orthogonal to the common ones, which therefore stay as they are.
     u = torch.cat([orthogonalised(lefts), left], dim=-1)
     v = orthogonalised(torch.cat([rights, right[:, :common]], dim=-1))

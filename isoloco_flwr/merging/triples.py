@@ -1,11 +1,13 @@
 """Singular triples for merges: the leading ones of a matrix, and the polar factor of a stack."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from isoloco_flwr.polar import gram, polar
 
-__all__ = ["leading_triples", "orthogonalised"]
+__all__ = ["leading_triples", "orthogonalised", "side_by_side"]
 
 
 def leading_triples(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,6 +50,36 @@ def leading_triples(matrix: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]
             return left / values, values * size, right
     left, values, right = torch.linalg.svd(matrix, full_matrices=False)
     return left[:, :count], values[:count], right[:count].mT
+
+
+def side_by_side(
+    stack: Tensor, count: int, triples: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Put the triples of all workers side by side.
+
+    Parameters
+    ----------
+    stack : Tensor
+        Shape (R, m, n).
+    count : int
+        Number of triples of each worker.
+    triples : Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+        Gives those of one worker's (m, n), as `leading_triples` does.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor, Tensor]
+        Left vectors (m, R · count), values (R · count), right vectors (n, R · count).
+    """
+    workers, m, n = stack.shape
+    left, right = stack.new_empty(m, workers * count), stack.new_empty(n, workers * count)
+    values = stack.new_empty(workers * count)
+    for worker, delta in enumerate(stack):
+        # Into memory that is there: small vectors that stay between large matrices that go leave
+        # the C library no room for the next matrix.
+        columns = slice(worker * count, (worker + 1) * count)
+        left[:, columns], values[columns], right[:, columns] = triples(delta)
+    return left, values, right
 
 
 def orthogonalised(vectors: Tensor) -> Tensor:

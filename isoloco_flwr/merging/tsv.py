@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from isoloco_flwr.merging.stack import as_stack
-from isoloco_flwr.merging.triples import leading_triples, orthogonalised
+from isoloco_flwr.merging.triples import leading_triples, orthogonalised, side_by_side
 
 __all__ = ["tsv"]
 
@@ -42,8 +42,7 @@ def tsv(deltas: Tensor, singular_ratio: float | None = None, decorrelate: bool =
         return stack.mean(0).to(deltas.dtype)
     ratio = 1 / len(stack) if singular_ratio is None else singular_ratio
     count = max(1, int(ratio * min(stack.shape[1:])))
-    parts = [leading_triples(delta, count) for delta in stack]
-    left, values, right = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
+    left, values, right = side_by_side(stack, count, lambda delta: leading_triples(delta, count))
     if decorrelate:
         left, right = orthogonalised(left), orthogonalised(right)
     return ((left * values) @ right.mT).to(deltas.dtype)
