@@ -9,7 +9,7 @@ loop over all tensors, with the same bits.
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -148,9 +148,17 @@ def fastest_fold() -> FoldTensors:
 
     The compiled one keeps threads for as long as it is kept.
     """
+    compiled = _compiled_fold()
+    if compiled is None:
+        return fold_tensors
+    return partial(compiled, pool=ThreadPoolExecutor(torch.get_num_threads()))
+
+
+@cache  # an import that fails is tried anew each time, and this is called in every round
+def _compiled_fold() -> Callable[..., bool] | None:
     try:
         from isoloco_flwr.fold_compiled import fold_tensors_compiled
     except (ImportError, RuntimeError):
         # numba is missing, too old for this NumPy, or finds no folder to keep what it compiles.
-        return fold_tensors
-    return partial(fold_tensors_compiled, pool=ThreadPoolExecutor(torch.get_num_threads()))
+        return None
+    return fold_tensors_compiled
