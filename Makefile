@@ -16,7 +16,7 @@ simulate: $(READY)  ## DiLoCo and IsoLoCo on 4 and 16 workers beside data-parall
 
 test: lint  ## Lint, then all tests but those that need a GPU or many minutes
 	@command -v chromium > /dev/null || echo 'No chromium here: the report is not looked at in a browser'
-	$(BIN)/python -m pytest -m "not gpu and not slow$$(command -v chromium > /dev/null || echo ' and not browser')"
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu and not slow$$(command -v chromium > /dev/null || echo ' and not browser')"
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .

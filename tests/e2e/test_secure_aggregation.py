@@ -55,8 +55,9 @@ def test_merges_of_the_mean_work_and_others_refuse(make_app, run, tmp_path):
         output = tmp_path / merge
         output.mkdir()
         logs[merge] = run(app, num_supernodes=3, run_config={"output": str(output), "merge": merge})
-    # The mean of the pseudo-gradients is the identity, which Iso-C leaves as it is.
+    # The mean of the pseudo-gradients is the identity, which Iso-C leaves as it is. SecAgg+ rounds
+    # at random to steps of 16 / 2**22, of values that are 10 (examples) / 1000 of what they mean.
     after = np.load(tmp_path / "iso_c" / "1.npy")
-    np.testing.assert_allclose(after, -np.eye(4), atol=1e-4)
+    np.testing.assert_allclose(after, -np.eye(4), atol=4e-4)
     assert "merge='ties' needs each client's own result" in logs["ties"]
     assert not (tmp_path / "ties" / "1.npy").exists()
