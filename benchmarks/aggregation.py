@@ -41,9 +41,6 @@ STRATEGIES: dict[str, Callable[..., MergeStrategy]] = {
 BOUND = {"LocalSGD": 1.0, "DiLoCo": 0.3, "IsoLoCo": 0.5, "IsoLoCo, polar=fast": 0.5}
 """Share of FedAvg's time that a strategy may take."""
 
-NUM_PAYLOADS = 8
-"""Different replies that are made; every reply is one of them."""
-
 
 def llama_tensors(
     hidden: int = 256, mlp: int = 688, layers: int = 6, vocabulary: int = 257
@@ -113,7 +110,7 @@ def aggregation(
 
     def run() -> None:
         asked = questions(strategy, model, count)
-        replies = [answer(one, payloads[place % len(payloads)]) for place, one in enumerate(asked)]
+        replies = list(map(answer, asked, payloads))
         arrays, _ = strategy.aggregate_train(1, replies)
         assert arrays is not None
 
@@ -124,7 +121,7 @@ def time_rows(count: int, rounds: int) -> list[Row]:
     """Time a round of every strategy beside FedAvg's."""
     tensors = llama_tensors()
     model = ArrayRecord(tensors)
-    payloads = [trained(tensors, seed) for seed in range(NUM_PAYLOADS)]
+    payloads = [trained(tensors, seed) for seed in range(count)]  # no cache holds them all
     makers: dict[str, Callable[..., FedAvg]] = {"FedAvg (Flower)": FedAvg, **MEAN_BASED}
     seconds = interleaved(
         {name: aggregation(make, model, payloads, count) for name, make in makers.items()}, rounds
@@ -149,7 +146,7 @@ def peak_extra_memory(name: str, count: int, first_last: bool) -> int:
     """
     tensors = llama_tensors()
     model = ArrayRecord(tensors)
-    payloads = [trained(tensors, seed) for seed in range(NUM_PAYLOADS)]
+    payloads = [trained(tensors, seed) for seed in range(8)]
     strategy = STRATEGIES[name](min_train_nodes=count, min_available_nodes=count)
     # A round of 2 first: what libraries load on their first call is not the round's.
     for replies in (2, count):

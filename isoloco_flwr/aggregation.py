@@ -30,6 +30,9 @@ _PENDING_BYTES = 80 << 20
 """Replies that are together this large are folded at once: sum and reference travel through memory
 once for all of them."""
 
+_PENDING_BYTES_IN_HAND = 640 << 20
+"""The same where replies stay in memory anyway."""
+
 _WAITING_BYTES = 16 << 20
 """Replies that wait for their turn in memory; those beyond wait elsewhere."""
 
@@ -229,10 +232,17 @@ class MeanAccumulator:
         Integer and bool ones are summed as they are, in float64.
     leave_out : Callable[[int, str], None]
         Called with position and reason for a reply that is not finite, which is not added.
+    in_hand : bool (default: False)
+        Whether replies stay in memory whatever is done here: their groups are larger then, with
+        the same bits in the end.
     """
 
     def __init__(
-        self, reference: Mapping[str, Tensor], leave_out: Callable[[int, str], None]
+        self,
+        reference: Mapping[str, Tensor],
+        leave_out: Callable[[int, str], None],
+        *,
+        in_hand: bool = False,
     ) -> None:
         self._reference = reference
         self._leave_out = leave_out
@@ -247,6 +257,7 @@ class MeanAccumulator:
         self._new_sums = {name: torch.empty_like(sums) for name, sums in self._sums.items()}
         self._pending: list[tuple[int, Reply]] = []
         self._pending_bytes = 0
+        self._most_pending_bytes = _PENDING_BYTES_IN_HAND if in_hand else _PENDING_BYTES
         self.total_weight = 0.0
 
     def add(self, position: int, reply: Reply) -> None:
@@ -256,7 +267,7 @@ class MeanAccumulator:
         """
         self._pending.append((position, reply))
         self._pending_bytes += reply.tensor_bytes()
-        if self._pending_bytes >= _PENDING_BYTES:
+        if self._pending_bytes >= self._most_pending_bytes:
             self.flush()
 
     def flush(self) -> None:

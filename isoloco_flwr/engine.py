@@ -109,6 +109,8 @@ class OuterEngine:
         workers: Sequence[int],
         replies: Iterable[tuple[int, Reply | None]],
         leave_out: Callable[[int, str], None],
+        *,
+        in_hand: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Take in the replies of a round and step the parameters.
 
@@ -126,6 +128,9 @@ class OuterEngine:
         leave_out : Callable[[int, str], None]
             Called with position and reason for each reply whose values are not finite. None of
             them touches the model.
+        in_hand : bool (default: False)
+            Whether the caller keeps all replies in memory until this returns: more of them are
+            added at once then, and none waits for its turn on disk.
 
         Returns
         -------
@@ -173,9 +178,10 @@ class OuterEngine:
                 del reply  # or it would stay while others are added
                 yield position, held.pop()
 
-        mean = MeanAccumulator(averaged, drop)
+        mean = MeanAccumulator(averaged, drop, in_hand=in_hand)
+        set_aside = _kept if in_hand else partial(on_disk, folder=self.scratch_dir)
         try:
-            for position, reply in in_order(recorded(), partial(on_disk, folder=self.scratch_dir)):
+            for position, reply in in_order(recorded(), set_aside):
                 mean.add(position, reply)
                 for name in watched:
                     if name in averaged:
@@ -307,6 +313,10 @@ class OuterEngine:
                 sent, delta, name, lambda direction: self._merge_mean(name, direction)
             )
         return values.to("cpu", sent.dtype)
+
+
+def _kept(reply: Reply) -> Reply:
+    return reply
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

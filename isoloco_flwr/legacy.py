@@ -145,7 +145,7 @@ average_only, exclude, min_train_replies, device, scratch_dir, seed
         parameters = None
         try:
             values = self.engine.run_round(
-                server_round, self._sent, range(len(replies)), replies, leave_out
+                server_round, self._sent, range(len(replies)), replies, leave_out, in_hand=True
             )
             parameters = Parameters(
                 tensors=[npy_from_tensor(value) for _, value in values], tensor_type=_TENSOR_TYPE

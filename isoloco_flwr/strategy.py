@@ -482,7 +482,8 @@ class MergeStrategy(FedAvg):
         server_round : int
             The round, counted from 1.
         replies : Iterable[Message]
-            Replies in any order; an iterator is read one at a time.
+            Replies in any order. An iterator is read one at a time; of a list, which holds them all
+            anyway, more are added at once.
 
         Returns
         -------
@@ -520,6 +521,7 @@ class MergeStrategy(FedAvg):
                     this_round.workers,
                     self._checked(this_round, watch.pausing(replies), tally),
                     leave_out,
+                    in_hand=isinstance(replies, Sequence),
                 )
             )
         except SkippedRoundError as reason:

@@ -123,8 +123,10 @@ def test_a_whole_model_gets_the_same_bits(shapes, workers, forms, weights, is_di
 
 
 @pytest.mark.parametrize("group_bytes", [1, 400, 1 << 20])
-def test_a_reply_that_is_not_finite_leaves_no_trace(group_bytes, monkeypatch):
-    monkeypatch.setattr("isoloco_flwr.aggregation._PENDING_BYTES", group_bytes)
+@pytest.mark.parametrize("in_hand", [False, True])
+def test_a_reply_that_is_not_finite_leaves_no_trace(group_bytes, in_hand, monkeypatch):
+    limit = "_PENDING_BYTES_IN_HAND" if in_hand else "_PENDING_BYTES"
+    monkeypatch.setattr(f"isoloco_flwr.aggregation.{limit}", group_bytes)
     generator = torch.Generator().manual_seed(0)
     reference = {"first": torch.randn(9, generator=generator), "last": torch.zeros(30)}
     replies = [
@@ -139,7 +141,9 @@ def test_a_reply_that_is_not_finite_leaves_no_trace(group_bytes, monkeypatch):
     for place in (0, 4, 8):
         replies[place].tensors["last"][29] = math.nan
     left_out = []
-    among = MeanAccumulator(reference, lambda place, reason: left_out.append((place, reason)))
+    among = MeanAccumulator(
+        reference, lambda place, reason: left_out.append((place, reason)), in_hand=in_hand
+    )
     alone = MeanAccumulator(reference, pytest.fail)
     for place, reply in enumerate(replies):
         among.add(place, reply)

@@ -541,7 +541,8 @@ def test_malformed_replies_leave_no_trace(name, monkeypatch):
         # What waits for its turn does so in memory or on disk.
         limit = rng.choice([0, 64 << 20])
         monkeypatch.setattr("isoloco_flwr.aggregation._WAITING_BYTES", limit)
-        result, metrics = fuzzed.aggregate_train(server_round, iter(mixed))
+        handed_over = rng.choice([iter, list])(mixed)
+        result, metrics = fuzzed.aggregate_train(server_round, handed_over)
         expected_result, expected_metrics = undisturbed.aggregate_train(server_round, iter(good))
 
         assert (metrics["replies-used"], metrics["replies-rejected"]) == (len(good), BAD_A_ROUND)

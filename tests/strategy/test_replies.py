@@ -71,7 +71,7 @@ BAD = {
 }
 
 
-def aggregate(strategy, bad=None, places=(0, 1, 3), bad_place=2, weights=None):
+def aggregate(strategy, bad=None, places=(0, 1, 3), bad_place=2, weights=None, hand_over=list):
     """Run a round of good replies at `places`, and perhaps a bad one at `bad_place`."""
     messages = ask(strategy, record(MODEL), num_nodes=4)
     replies = [
@@ -84,7 +84,7 @@ def aggregate(strategy, bad=None, places=(0, 1, 3), bad_place=2, weights=None):
     ]
     if bad is not None:
         replies.insert(1, bad(messages[bad_place]))
-    return strategy.aggregate_train(1, replies)
+    return strategy.aggregate_train(1, hand_over(replies))
 
 
 def assert_same_bits(first, second):
@@ -196,11 +196,19 @@ def test_replies_without_a_round_are_an_error():
 
 @pytest.mark.parametrize("bytes_in_memory", [64 << 20, 300, 0])
 @pytest.mark.parametrize("order", [(3, 2, 1, 0), (1, 3, 0, 2)])
-def test_the_order_of_arrival_changes_no_bit(order, bytes_in_memory, monkeypatch):
+@pytest.mark.parametrize("hand_over", [iter, list])
+def test_the_order_of_arrival_changes_no_bit(order, bytes_in_memory, hand_over, monkeypatch):
     monkeypatch.setattr("isoloco_flwr.aggregation._WAITING_BYTES", bytes_in_memory)
     expected, _ = aggregate(IsoLoCo(), places=(0, 1, 2, 3))
-    arrays, _ = aggregate(IsoLoCo(), places=order)
+    arrays, _ = aggregate(IsoLoCo(), places=order, hand_over=hand_over)
     assert_same_bits(arrays, expected)
+
+
+def test_no_reply_of_a_list_waits_for_its_turn_on_disk(monkeypatch):
+    monkeypatch.setattr("isoloco_flwr.aggregation._WAITING_BYTES", 0)
+    monkeypatch.setattr("isoloco_flwr.engine.on_disk", pytest.fail)
+    _, metrics = aggregate(IsoLoCo(), places=(3, 1))
+    assert metrics["replies-used"] == 2
 
 
 def test_a_reply_is_freed_at_once_and_not_when_python_looks_for_cycles():
