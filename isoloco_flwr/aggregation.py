@@ -26,7 +26,7 @@ Weighting = Literal["uniform", "examples"]
 MAX_WEIGHT = 2.0**63
 """Largest weight of a reply: a count of examples has no more, and sums stay far from overflow."""
 
-_PENDING_BYTES = 80 << 20
+_PENDING_BYTES = 64 << 20
 """Replies that are together this large are folded at once: sum and reference travel through memory
 once for all of them."""
 
