@@ -57,6 +57,8 @@ def test_a_site_without_time_and_one_that_is_killed(federation, tmp_path):
 
     after(1)
     assert federation.signal("site-0", signal.SIGKILL) >= 1
+    # A round's line is written before its numbers are shown.
+    wait_for(lambda: get(port)["isoloco_round"] == len(rows()) - 1, 60, "the numbers of round 1")
     numbers = get(port)
     done = rows()
     federation.start_site(0, SITES)
