@@ -94,7 +94,9 @@ class Scale:
     jobs: int = 1
     """Runs at a time."""
     cpus_per_client: int = 1
-    """CPUs a virtual client takes up: a run has as many clients at a time as the machine has."""
+    """CPUs a virtual client takes up: a run has as many clients at a time as the machine has.
+
+    Where `jobs` leave one run for the end, its clients take up so many times fewer."""
     gpus_per_client: float = 0.0
     """GPUs, or a share of one, that a virtual client takes up."""
     threads: int = 1

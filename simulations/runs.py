@@ -30,6 +30,7 @@ __all__ = [
     "flwr_arguments",
     "last_row",
     "outcomes_of_others",
+    "shares",
 ]
 
 START_SECONDS = 20.0
@@ -55,6 +56,19 @@ class Resources:
     """GPUs, or a share of one, that a virtual client takes up."""
     threads: int
     """Threads of a client's arithmetic, and of a data-parallel run's."""
+
+
+def shares(resources: Resources, count: int) -> list[Resources]:
+    """Return what each of so many runs may take, in the order in which they start.
+
+    One that is left over for the end has the CPUs of the others, too: its clients take up fewer,
+    so that more of them run at a time.
+    """
+    if resources.jobs == 1 or count % resources.jobs != 1:
+        return [resources] * count
+    least = min(resources.cpus_per_client, resources.threads)
+    cpus = max(least, resources.cpus_per_client // resources.jobs)
+    return [resources] * (count - 1) + [replace(resources, cpus_per_client=cpus)]
 
 
 def experiment_folder(runs_root: Path, experiment: Experiment, scale_name: str) -> Path:

@@ -22,7 +22,15 @@ from server_app.results import write_json
 from simulations.experiment import ROOT, Run, Scale
 from simulations.flower import SuperLink, flwr_run, local_superlink
 from simulations.guard import guarded
-from simulations.runs import Resources, Runs, SweepError, describe, flwr_arguments, last_row
+from simulations.runs import (
+    Resources,
+    Runs,
+    SweepError,
+    describe,
+    flwr_arguments,
+    last_row,
+    shares,
+)
 
 __all__ = ["Event", "sweep"]
 
@@ -120,15 +128,15 @@ def _do(
     report: Callable[[Event], None],
 ) -> list[Run]:
     """Do runs, so many at a time; return those that failed."""
-    waiting = list(runs)
+    waiting = list(zip(runs, shares(resources, len(runs)), strict=True))
     active: list[_Active] = []
     failed: list[Run] = []
     with ExitStack() as all_runs:
         while waiting or active:
             while waiting and len(active) < resources.jobs:
-                run = waiting.pop(0)
+                run, share = waiting.pop(0)
                 stack = all_runs.enter_context(ExitStack())
-                active.append(_start(run, folder, resources, superlink, lock, stack))
+                active.append(_start(run, folder, share, superlink, lock, stack))
                 report(Event(what="started", run=run, row=last_row(folder / run.name)))
             time.sleep(_POLL_SECONDS)
             for one in list(active):

@@ -10,7 +10,7 @@ from made_up import EXPERIMENT, loss_of, outcome, rows_of
 
 from simulations.experiment import Run, Scale, load_experiment, tuning_runs
 from simulations.outcome import write_results
-from simulations.runs import Resources, Runs, SweepError, describe, outcomes_of_others
+from simulations.runs import Resources, Runs, SweepError, describe, outcomes_of_others, shares
 
 RESOURCES = Resources(jobs=1, cpus_per_client=1, gpus_per_client=0.0, threads=1)
 
@@ -188,3 +188,24 @@ def test_the_line_that_does_a_run_by_itself_says_what_decides_it(tmp_path, scale
             assert config.pop("output-dir") == f"{tmp_path}/{own}"
             assert config.pop("resume") is False
         assert config == run.config
+
+
+@pytest.mark.parametrize(
+    ("count", "jobs", "cpus", "threads", "expected"),
+    [
+        (5, 2, 2, 1, [2, 2, 2, 2, 1]),
+        (4, 2, 2, 1, [2, 2, 2, 2]),
+        (1, 2, 2, 1, [1]),
+        (3, 1, 2, 1, [2, 2, 2]),
+        (4, 3, 6, 1, [6, 6, 6, 2]),
+        (3, 2, 2, 2, [2, 2, 2]),  # never less than the threads that are at work
+        (3, 2, 1, 2, [1, 1, 1]),
+        (0, 2, 2, 1, []),
+    ],
+)
+def test_the_run_left_for_the_end_has_more_clients_at_a_time(count, jobs, cpus, threads, expected):
+    resources = Resources(jobs=jobs, cpus_per_client=cpus, gpus_per_client=0.5, threads=threads)
+    shared = shares(resources, count)
+    assert [share.cpus_per_client for share in shared] == expected
+    for share in shared:
+        assert dataclasses.replace(share, cpus_per_client=cpus) == resources
