@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from isoloco_flwr.pretraining.execution import resolve_precision
+from isoloco_flwr.pretraining.execution import flush_subnormals, resolve_precision
 from isoloco_flwr.pretraining.loss import next_token_loss
 from isoloco_flwr.pretraining.schedule import WARMUP_FRACTION, learning_rate_factor
 
@@ -40,6 +40,7 @@ class InnerReport:
     """Wall-clock time of the steps."""
 
 
+@flush_subnormals()
 def run_inner_steps(
     model: PreTrainedModel,
     optimizer: Optimizer,
@@ -98,6 +99,8 @@ def run_inner_steps(
 
     Notes
     -----
+    Meanwhile `flush_subnormals` is in force in this thread.
+
     The host waits for a GPU once a step, to decide whether the step is taken. By then the next
     batch is read and all work up to the clipped gradient is queued, so that the GPU waits for no
     more than the launch of the optimizer.

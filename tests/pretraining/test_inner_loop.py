@@ -2,6 +2,7 @@
 
 import math
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -210,3 +211,27 @@ def test_time_that_runs_out_with_no_step_taken_is_an_error():
     optimizer = build_inner_optimizer("sgd", model, lr=1e-2)
     with pytest.raises(FloatingPointError, match="inner step 0 is nan: 1 steps in a row"):
         train(model, optimizer, max_seconds=1e-6)
+
+
+def flushes():
+    return (torch.tensor([1e-38]) * 0.1).item() == 0
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_subnormal_numbers_are_zero_during_the_steps_and_as_before_after_them(before, fails):
+    seen = []
+    model = demo()
+    model.lm_head.weight.register_hook(lambda gradient: seen.append(flushes()))
+    if fails:
+        poison(model, {0}, math.nan)
+    optimizer = build_inner_optimizer("sgd", model, lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(flushes()))
+    assert torch.set_flush_denormal(before)  # this processor can
+    try:
+        with pytest.raises(FloatingPointError) if fails else nullcontext():
+            train(model, optimizer, steps=1)
+        assert flushes() == before
+    finally:
+        torch.set_flush_denormal(False)
+    assert seen == [True] * (1 if fails else 2)
