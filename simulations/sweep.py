@@ -136,7 +136,7 @@ def _do(
             while waiting and len(active) < resources.jobs:
                 run, share = waiting.pop(0)
                 stack = all_runs.enter_context(ExitStack())
-                active.append(_start(run, folder, share, superlink, lock, stack))
+                active.append(_start(run, folder, resources, share, superlink, lock, stack))
                 report(Event(what="started", run=run, row=last_row(folder / run.name)))
             time.sleep(_POLL_SECONDS)
             for one in list(active):
@@ -165,6 +165,7 @@ def _start(
     run: Run,
     folder: Path,
     resources: Resources,
+    share: Resources,
     superlink: SuperLink | None,
     lock: IO[str],
     stack: ExitStack,
@@ -172,6 +173,7 @@ def _start(
     """Start a run, or go on with it: the app itself looks for a checkpoint."""
     own = folder / run.name
     own.mkdir(exist_ok=True)
+    # Not its share, which depends on how many runs were left when the sweep was started.
     write_json(own / "run.json", describe(run, folder, resources))
     log_file = own / "flwr.log"
     superlink_log = None
@@ -186,7 +188,7 @@ def _start(
                 ROOT,
                 log_file=log_file,
                 keep_open=[lock.fileno()],
-                **flwr_arguments(run, folder, resources),
+                **flwr_arguments(run, folder, share),
             )
         )
     return _Active(run, own, stack, process, superlink_log)
