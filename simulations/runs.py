@@ -108,9 +108,11 @@ def _read_outcome(folder: Path) -> Outcome:
     try:
         return read_outcome(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise SweepError(
-            f"{folder}: allowed is what a finished run leaves ({error!r}); move that folder away"
-        ) from error
+        raise _broken(folder, error) from error
+
+
+def _broken(folder: Path, error: Exception) -> SweepError:
+    return SweepError(f"{folder}: allowed is what a run leaves ({error!r}); move that folder away")
 
 
 def _read_results(path: Path) -> list[Outcome]:
@@ -163,7 +165,7 @@ class Runs:
         Raises
         ------
         SweepError
-            If the run that is in the folder was decided by something else.
+            If the run that is in the folder was decided by something else, or cannot be read.
         """
         return self.is_finished_here(run) or self.is_brought(run)
 
@@ -172,9 +174,11 @@ class Runs:
         own = self.folder / run.name
         try:
             saved = json.loads((own / "run.json").read_text())
+            there = _deciding(saved["workers"], saved["data-parallel"], saved["run-config"])
         except FileNotFoundError:
             return False
-        there = _deciding(saved["workers"], saved["data-parallel"], saved["run-config"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise _broken(own, error) from error
         try:
             check_same_settings(there, _decided_by(run))
         except ChangedSettingsError as error:

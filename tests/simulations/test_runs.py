@@ -146,6 +146,15 @@ def test_a_finished_run_with_a_broken_file_is_refused_by_name(tmp_path, tuning, 
             outcomes_of_others(tmp_path / "here")
 
 
+@pytest.mark.parametrize("content", ['{"cut', "[1]", "{}", "null"])
+def test_a_run_whose_decisions_cannot_be_read_is_refused_by_name(tmp_path, tuning, content):
+    run = tuning[0]
+    finish_here(tmp_path, run)
+    (tmp_path / run.name / "run.json").write_text(content)
+    with pytest.raises(SweepError, match=rf"{run.name}: allowed is.*move that folder away"):
+        Runs(tmp_path).is_finished(run)
+
+
 def test_the_expected_time_follows_from_the_folders_own_runs(tmp_path, tuning, results):
     two, four = [[run for run in tuning if run.workers == workers] for workers in (2, 4)]
     assert Runs(tmp_path / "here", results).expected_seconds(tuning, jobs=1) is None
